@@ -36,6 +36,7 @@ with contextlib.suppress(ImportError):  # a machine with GPUs may lack it
 LONGEST = (
     "test_configurations.py",
     "test_needed.py",
+    "test_mutants.py",
     "test_laws.py",
     "test_launch.py",
     "test_mamba3_scan.py",

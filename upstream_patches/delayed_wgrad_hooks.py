@@ -111,13 +111,14 @@ def verify() -> None:
     class Layer(torch.nn.Module):
         def __init__(self):  # type: ignore[no-untyped-def]
             super().__init__()
+            self.norm = torch.nn.Parameter(torch.ones(2))
             self.experts = Experts()
             self.backward_dw = self.experts.backward_dw
             self._delayed_wgrad_event = SimpleNamespace(record=lambda stream: None)
             self._delayed_wgrad_stream = SimpleNamespace(wait_event=lambda event: None)
 
         def forward(self, x):  # type: ignore[no-untyped-def]
-            x = _RegisterDelayedWgradForExperts.apply(self, x)
+            x = _RegisterDelayedWgradForExperts.apply(self, x * self.norm)
             return Delayed.apply(x, self.experts.weight, self.experts)
 
     layer = Layer()
@@ -133,3 +134,5 @@ def verify() -> None:
             ddp(torch.tensor([[1.0, 2.0]], requires_grad=True)).sum().backward()
     found = layer.experts.weight.main_grad.tolist()
     assert found == [[2, 4], [2, 4]], f"the experts' gradients of two microbatches: {found}"
+    found = layer.norm.main_grad.tolist()
+    assert found == [2, 4], f"a gradient that is not delayed, of two microbatches: {found}"

@@ -75,22 +75,57 @@ def fixed_upstream(source: Source) -> bool:
 
 
 def verify() -> None:
+    import warnings
+
     import torch
     from megatron.core.models.common.embeddings import rope_utils
 
-    from cppmega.ops import rope, rope_reference
+    from cppmega.ops import rope_reference
     from cppmega.proof import stand_ins
 
-    t = torch.arange(8.0).view(1, 1, 1, 8)
-    angles = torch.tensor([0.0, 0.5, 1.0, 0.0, 0.5, 1.0]).view(1, 1, 1, 6)
-    rotated = rope_utils._apply_rotary_pos_emb_bshd
-    for adjacent, gathered in ((False, True), (True, False), (False, False)):
-        given = (t, angles, adjacent, gathered, 0.5)
-        own = rotated(*given)  # on a CPU, by Megatron's code
-        with stand_ins.by_reference(rope, "rotated", rope_reference.rotated) as kernel:
-            found = rotated(*given)
-        if gathered:
-            kernel.assert_called_once_with(*given)
-        else:
-            kernel.assert_not_called()  # not MLA's
-        assert torch.equal(found, own), (found, own)
+    warnings.simplefilter("ignore")  # of calls that the kernel does not support
+    launched = []
+
+    def rotate(given, cos, sin, out, adjacent, gathered, scale, backward):  # type: ignore[no-untyped-def]
+        assert given.stride(-1) == 1 and out.is_contiguous()
+        launched.append("backward" if backward else "forward")
+        with torch.enable_grad():
+            turned = given.detach().requires_grad_()
+            result = rope_reference.rotated(
+                turned, torch.atan2(sin, cos), adjacent, gathered, scale
+            )
+        out.copy_(torch.autograd.grad(result, turned, given)[0] if backward else result)
+
+    def embedded(t, *how):  # type: ignore[no-untyped-def]
+        leaf = t.detach().requires_grad_()
+        out = rope_utils._apply_rotary_pos_emb_bshd(leaf, *how)
+        (gradient,) = torch.autograd.grad(out, leaf, upstream.to(out.dtype))
+        return out, gradient
+
+    t, upstream, angles = torch.randn(3, 2, 2, 8), torch.randn(3, 2, 2, 8), torch.randn(3, 1, 1, 6)
+    by_column = t.mT.contiguous().mT
+    taken = [
+        (t, angles, False, True),
+        (t.bfloat16(), angles[..., :4], False, True),
+        (by_column, torch.cat((angles, angles[..., :2]), -1), False, True),
+    ]
+    declined = [
+        (t, angles, True, False),  # not MLA's
+        (t, angles, False, False),
+        (t.double(), angles, False, True),
+        (t, angles.double(), False, True),
+        (t, angles.expand(3, 2, 1, 6), False, True),
+        (t, angles[..., :5], False, True),
+        (t, angles.clone().requires_grad_(), False, True),
+        (t, angles, True, True),
+    ]
+    for by_kernel, calls in ((True, taken), (False, declined)):
+        for call in calls:
+            wanted = embedded(*call, 0.5)  # on a CPU, by Megatron's code
+            assert not launched, "a tensor of the CPU"
+            with stand_ins.on_gpu("rope_triton", rotate=rotate):
+                found = embedded(*call, 0.5)
+            assert launched == ["forward", "backward"] * by_kernel, (call[0].dtype, call[2:])
+            launched.clear()
+            for one, other in zip(found, wanted, strict=True):
+                torch.testing.assert_close(one, other)

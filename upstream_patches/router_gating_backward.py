@@ -60,38 +60,67 @@ def fixed_upstream(source: Source) -> bool:
 
 
 def verify() -> None:
+    import warnings
     from unittest import mock
 
     import torch
     from megatron.core.transformer.moe import moe_utils
 
-    from cppmega.ops import router_gating, router_gating_reference
+    from cppmega.ops import router_gating_reference
     from cppmega.proof import stand_ins
 
-    def leaf(*shape):  # type: ignore[no-untyped-def]
-        return torch.randn(*shape, dtype=torch.bfloat16, requires_grad=True)
+    bf16, fp32, fp64 = torch.bfloat16, torch.float32, torch.float64
+    launched = []
 
-    for bias, score in ((None, torch.float32), (leaf(3), torch.float32), (None, torch.bfloat16)):
-        inp, weight, upstream = leaf(5, 2, 8), leaf(3, 8), torch.randn(5, 2, 3).to(score)
-        leaves = [each for each in (inp, weight, bias) if each is not None]
-        with (  # up to 0.16, its name is missing where Transformer Engine is
-            mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
-            stand_ins.by_reference(
-                router_gating, "gradients", router_gating_reference.gradients
-            ) as kernel,
-        ):
-            scores = moe_utils.RouterGatingLinearFunction.apply(inp, weight, bias, score)
-            found = torch.autograd.grad(scores, leaves, upstream)
-        asked = score == torch.float32
-        assert kernel.call_count == asked, (
-            f"the kernel is called for scores in {score}: {not asked}"
-        )
-        given = upstream.flatten(0, 1).double()
-        exact = [
-            (given @ weight.double()).view(5, 2, 8),
-            given.t() @ inp.flatten(0, 1).double(),
-            given.sum(0),
-        ]
-        for mine, wanted, own in zip(found, exact, leaves, strict=False):
-            assert mine.dtype == own.dtype
-            torch.testing.assert_close(mine.double(), wanted.detach(), rtol=1e-2, atol=1e-2)
+    def gradients(inp, weight, given, of_inp, parts):  # type: ignore[no-untyped-def]
+        assert all(each.is_contiguous() for each in (inp, weight, given, of_inp, parts))
+        launched.append(parts.dtype)
+        of_inp.copy_(router_gating_reference.gradients(inp, weight, given)[0])
+        for part, rows in zip(parts, (slice(2), slice(2, None)), strict=True):
+            part.copy_(given[rows].t() @ inp[rows].float())
+
+    def leaf(*shape, dtype=bf16):  # type: ignore[no-untyped-def]
+        return torch.randn(*shape, dtype=dtype, requires_grad=True)
+
+    kernel, silent, warned = True, False, None
+    calls = [  # experts, and the types of the hidden states, the weight and the scores
+        (3, bf16, bf16, fp32, kernel),
+        (3, torch.float16, fp32, fp32, kernel),
+        (128, bf16, bf16, fp32, kernel),
+        (129, bf16, bf16, fp32, warned),
+        (3, bf16, fp64, fp32, warned),
+        (3, bf16, bf16, fp64, silent),
+        (3, bf16, bf16, bf16, silent),
+        (3, fp32, fp32, fp32, silent),
+    ]
+    for experts, of_inp, of_weight, of_scores, how in calls:
+        for bias in (None, leaf(experts)):
+            inp = leaf(5, 2, 8, dtype=of_inp)
+            weight = leaf(8, experts, dtype=of_weight).detach().t().requires_grad_()
+            upstream = torch.randn(5, 2, experts, dtype=of_scores)
+            leaves = [each for each in (inp, weight, bias) if each is not None]
+            # Up to 0.16, its name is missing where Transformer Engine is.
+            with (
+                mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
+                warnings.catch_warnings(record=True) as said,
+            ):
+                warnings.simplefilter("always")
+                scores = moe_utils.RouterGatingLinearFunction.apply(inp, weight, bias, of_scores)
+                assert not launched, "the forward calls the kernel"
+                with stand_ins.on_gpu(
+                    "router_gating_triton", splits=lambda tokens: 2, gradients=gradients
+                ):
+                    found = torch.autograd.grad(scores, leaves, upstream)
+            call = (experts, of_inp, of_weight, of_scores)
+            assert launched == ([fp32] if how is kernel else []), call
+            assert bool(said) == (how is warned), call
+            launched.clear()
+            given = upstream.flatten(0, 1).double()
+            exact = [
+                (given @ weight.double()).view(5, 2, 8),
+                given.t() @ inp.flatten(0, 1).double(),
+                given.sum(0),
+            ]
+            for mine, wanted, own in zip(found, exact, leaves, strict=False):
+                assert mine.dtype == own.dtype
+                torch.testing.assert_close(mine.double(), wanted.detach(), rtol=1e-2, atol=1e-2)

@@ -17,6 +17,7 @@ Example:
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -68,6 +69,31 @@ def by_reference(
         mock.patch.object(op, function, mock.Mock(wraps=reference)) as kernel,
     ):
         yield kernel
+
+
+@contextlib.contextmanager
+def on_gpu(kernels: str, **launches: Callable[..., Any]) -> Iterator[None]:
+    """Let tensors count as a GPU's, and compute in torch what kernels of `cppmega.ops` are for.
+
+    What decides on a call, and all that surrounds the launches, is the real code.
+
+    Args:
+        kernels: the module that launches them, such as `rope_triton`.
+        launches: its functions by name, with their replacements.
+    """
+    import torch
+
+    from cppmega import ops
+
+    if importlib.util.find_spec("triton") is None:
+        module("triton")
+    launcher = SimpleNamespace(**launches)
+    with (
+        mock.patch.dict(sys.modules, {f"{ops.__name__}.{kernels}": launcher}),
+        mock.patch.object(ops, kernels, launcher, create=True),
+        mock.patch.object(torch.Tensor, "is_cuda", True),
+    ):
+        yield
 
 
 @contextlib.contextmanager
