@@ -231,13 +231,23 @@ def recheck(when: str, *, together: bool = False) -> None:
         provenance.check(tree.root, _GUARD.receipt, place)
 
 
-def _problem() -> tuple[str, str] | None:
-    """The first failed check of this process and the next command; None if all hold."""
+def _problem(*, files: bool = True, memory: bool = True) -> tuple[str, str] | None:
+    """The first failed check of this process and the next command; None if all hold.
+
+    Args:
+        files: compare the files on disk.
+        memory: compare this process.
+    """
     assert _GUARD is not None
+    root = _GUARD.session.read_tree().root
     try:
-        interpreter.check()
-        child_processes.check(where())
-        imported.check(_GUARD.session.read_tree().root, _GUARD.receipt)
+        if memory:
+            interpreter.check()
+            child_processes.check(where())
+        if files:
+            imported.check_files(root, _GUARD.receipt)
+        if memory:
+            imported.check_memory(root)
     except CppmegaError as error:
         return f"{error.name}: {error.what} {error.why}", error.next
     return None
@@ -299,6 +309,56 @@ def _after_first(phase: str, when: str, args: Any) -> None:
     _GUARD.ended.add(phase)
 
 
+@_remembering_refusal
+def _before_save() -> None:
+    """Compare this process with the receipt: different code must not replace a good checkpoint.
+
+    Files that were replaced on disk since they were imported do not change this process. The run
+    ends for them, on every rank, after its checkpoint is saved.
+
+    Raises:
+        CppmegaError: `rank-not-whole`, and what `provenance.check` raises.
+    """
+    if _GUARD is None:
+        return
+    place = f"{where()}, before a checkpoint"
+    everyone = gather((place, _problem(files=False), _problem(memory=False)))
+    _refuse_broken([(other, problem) for other, problem, _ in everyone])
+    replaced: list[CppmegaError] = []
+    root = _GUARD.session.read_tree().root
+    provenance.check(root, _GUARD.receipt, place, gather, replaced=replaced)
+    try:
+        _refuse_broken([(other, problem) for other, _, problem in everyone])
+    except CppmegaError as error:
+        replaced.insert(0, error)
+    if replaced:
+        _GUARD.replaced = replaced[0]
+        refuse(replaced[0])
+        _say("files of the run were replaced; a checkpoint is saved before it ends")
+
+
+@_remembering_refusal
+def _after_save(args: Any) -> None:
+    """Check the pages that are reached at a save, or end a run whose files were replaced.
+
+    Raises:
+        CppmegaError: `rank-not-whole`, `page-not-reached`, or what `_before_save` has found.
+    """
+    if _GUARD is None or _GUARD.replaced is None:
+        _after_first("save", "the first checkpoint", args)
+        return
+    training = sys.modules[training_watch.MODULE]
+    if hasattr(training, "maybe_finalize_async_save"):
+        training.maybe_finalize_async_save(blocking=True)
+    _say("the checkpoint is saved")
+    raise _GUARD.replaced
+
+
+def _say(text: str) -> None:
+    if rank() == 0:
+        print(f"cppmega: {text}", file=sys.stderr, flush=True)
+
+
 def no_step_because(reason: str) -> None:
     """Declare that this process takes no step; the reason is printed when it ends."""
     if _GUARD is not None:
@@ -340,11 +400,7 @@ def _watch_megatron() -> None:
         {
             "train_step": (before_first_step, after_first_step),
             "training_log": (training_watch.nothing, after_first_log),
-            # Before it is written: a checkpoint of different code must not replace a good one.
-            "save_checkpoint": (
-                _remembering_refusal(lambda: recheck("before a checkpoint", together=True)),
-                lambda args: _after_first("save", "the first checkpoint", args),
-            ),
+            "save_checkpoint": (_before_save, _after_save),
         }
     )
 

@@ -30,3 +30,5 @@ class Guard:
     """Why the script takes no step, if it has declared that."""
     refused: CppmegaError | None = None
     """The first refusal: a script that catches it still fails."""
+    replaced: CppmegaError | None = None
+    """Files were replaced on disk; the run ends once its checkpoint is saved."""

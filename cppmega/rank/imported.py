@@ -54,13 +54,31 @@ def check(root: Path, receipt: Receipt) -> None:
     """Compare the files, the runtime patches and the code in memory with what was applied.
 
     Raises:
-        CppmegaError: `shadowed`, `file-changed`, `not-watched`, `stale-code`, and what
-            `swaps.check` raises.
+        CppmegaError: what `check_files` and `check_memory` raise.
     """
-    _refuse_shadows(root)
+    check_files(root, receipt)
+    check_memory(root)
+
+
+def check_files(root: Path, receipt: Receipt) -> None:
+    """Compare the patched files that were imported with what was applied.
+
+    Raises:
+        CppmegaError: `file-changed`.
+    """
     for path, entry in receipt.files.items():
         if swaps.module_name(path) in sys.modules and _digest(root / path) != entry.after:
             raise file_changed(str(root / path), _pages(entry))
+
+
+def check_memory(root: Path) -> None:
+    """Compare the runtime patches and the code in memory with what was imported.
+
+    Raises:
+        CppmegaError: `shadowed`, `file-changed` of an import, `not-watched`, `stale-code`, and
+            what `swaps.check` raises.
+    """
+    _refuse_shadows(root)
     swaps.check()
     live_code.check()
 

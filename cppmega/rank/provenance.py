@@ -40,6 +40,10 @@ class Judged:
     edits: dict[str, str] = field(default_factory=dict)
     """The accepted edits that were imported: path -> SHA-256."""
     problems: list[CppmegaError] = field(default_factory=list)
+    replaced: list[CppmegaError] = field(default_factory=list)
+    """Those problems of files that were vouched for when they were imported: disk, not memory."""
+    held: dict[str, object] = field(default_factory=dict)
+    """File without a problem -> the spec with which it was imported."""
 
     @property
     def unverified(self) -> list[str]:
@@ -66,6 +70,8 @@ class Judged:
 
 
 _LAST = Judged()
+_HELD: dict[str, object] = {}
+"""Files that some check has vouched for, with the spec of that import: a later one is new code."""
 
 
 def check(
@@ -73,6 +79,8 @@ def check(
     receipt: Receipt,
     where: str = "",
     gather: Callable[[Any], list[Any]] = lambda mine: [mine],
+    *,
+    replaced: list[CppmegaError] | None = None,
 ) -> Judged:
     """Judge what this process has imported so far, and compare it with the other ranks.
 
@@ -81,19 +89,38 @@ def check(
         receipt: what was applied to it.
         where: how messages name this process.
         gather: collects an object from every rank; all ranks must call together.
+        replaced: receives the error, on every rank, that files were replaced after some rank had
+            imported them; None: it is raised.
 
     Raises:
         CppmegaError: on every rank, the first problem of one of them; `imported-differs`.
     """
     global _LAST
-    _LAST = judge(root, receipt, accepted.in_this_process())
-    first = next(iter(_LAST.problems), None)
-    problem = (first.name, first.what, first.why, first.next) if first is not None else None
-    everyone = gather((where, _LAST.digest, problem, len(_LAST.problems)))
+    try:
+        _LAST = judge(root, receipt, accepted.in_this_process())
+    except (CppmegaError, OSError) as error:  # of a tree that is being replaced
+        if replaced is None:
+            raise
+        unread = _changed(str(root), f"It cannot be read: {error}.")
+        _LAST = Judged(problems=[unread], replaced=[unread])
+    late = _LAST.replaced if replaced is not None else []
+    now = [problem for problem in _LAST.problems if problem not in late]
+    everyone = gather((where, _LAST.digest, _first(now), len(now)))
     _refuse(everyone)
+    if replaced is not None:
+        try:
+            _refuse(gather((where, "", _first(late), len(late))))
+        except CppmegaError as error:
+            replaced.append(error)
+            return _LAST
     if len({digest for _, digest, _, _ in everyone}) > 1:  # pipeline stages import different files
         _refuse_differing(gather((where, _LAST.files)))
+    _HELD.update(_LAST.held)
     return _LAST
+
+
+def _first(problems: list[CppmegaError]) -> tuple[str, str, str, str] | None:
+    return next(((one.name, one.what, one.why, one.next) for one in problems), None)
 
 
 def summary() -> str:
@@ -175,8 +202,20 @@ class _Judge:
             if not str(place).endswith(f"/{base}"):
                 yield _other_file(name, str(place), str(self._root / base))
 
-    def _file(self, module: ModuleType, site: Path, path: str, file: str) -> Iterator[CppmegaError]:
-        """Judge the file that a module came from.
+    def _file(self, module: ModuleType, site: Path, path: str, file: str) -> list[CppmegaError]:
+        """Judge the file that a module came from, as it was when it was imported, or is now."""
+        found = [*self._problems(module, site, path, file)]
+        spec = getattr(module, "__spec__", None)
+        if not found:
+            self.judged.held[file] = spec
+        elif spec is not None and _HELD.get(file) is spec:
+            self.judged.replaced += found
+        return found
+
+    def _problems(
+        self, module: ModuleType, site: Path, path: str, file: str
+    ) -> Iterator[CppmegaError]:
+        """What is wrong with the file that a module came from.
 
         Args:
             module: the module.

@@ -28,12 +28,19 @@ def training_log():
     return "logged"
 def save_checkpoint(step):
     print("saved", step)
+def maybe_finalize_async_save(blocking=False):
+    print("written" if blocking else "not yet")
 def train(steps, after=lambda step: None):
     for step in range(1, steps + 1):
         train_step(step)
         after(step)
         save_checkpoint(step)
 """
+TRAINS = {
+    "megatron/training/__init__.py": "",
+    "megatron/training/training.py": TRAINING,
+    "megatron/training/global_vars.py": "def get_args():\n    return None\n",
+}
 STEP = """
 from megatron.core import thing
 from megatron.training import training
@@ -63,12 +70,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """A tree with a training module, as Megatron's own is."""
     bench = Bench(tmp_path_factory.mktemp("trainer"))
     made.page(bench.pages)
-    training = {
-        "megatron/training/__init__.py": "",
-        "megatron/training/training.py": TRAINING,
-        "megatron/training/global_vars.py": "def get_args():\n    return None\n",
-    }
-    bench.tree(files=FILES | training)
+    bench.tree(files=FILES | TRAINS)
     return bench
 
 
@@ -95,6 +97,67 @@ def test_replaced_in_step_two_is_found_before_its_checkpoint(trainer: Bench) -> 
     assert code == 1 and "stale-code" in err and "before a checkpoint" in err
     assert "thing.py:double is __main__:other" in err
     assert "saved 1" in out and "saved 2" not in out
+
+
+UPGRADE = """
+import os, sys
+if int(os.environ["WORLD_SIZE"]) > 1:
+    import torch
+    torch.distributed.init_process_group("gloo")
+from megatron.core import thing
+from megatron.training import training
+def upgrade(step):
+    if step == 2 and os.environ["RANK"] == "0":
+        path = thing.__file__.replace("thing.py", {file!r})
+        text = open(path).read()
+        os.unlink(path)  # as package managers do
+        if {text!r}:
+            open(path, "w").write({text!r} + text)
+        {more}
+training.train(3, upgrade)
+"""
+REPLACED = {
+    "a patched file": ("thing.py", "# new", "", "file-changed"),
+    "another file": ("decorators.py", "# new", "", "file-changed"),
+    "a file that is gone": ("decorators.py", "", "", "file-changed"),
+    "the file of a module that is imported again": (
+        *("decorators.py", "NEW = 1\n"),
+        "import importlib; importlib.reload(sys.modules['megatron.core.decorators'])",
+        "foreign-edit",
+    ),
+    "a file, and code in memory": ("decorators.py", "# new", "thing.double = len", "stale-code"),
+}
+"""File, what is written before its text, what else happens, and the error."""
+
+
+@pytest.mark.parametrize("case", REPLACED)
+def test_files_replaced_during_a_run_end_it_after_a_checkpoint(trainer: Bench, case: str) -> None:
+    file, text, more, error = REPLACED[case]
+    path = trainer.folder / "root" / "megatron" / "core" / file
+    before = path.read_bytes()
+    try:
+        code, out, err = answer(trainer, UPGRADE.format(file=file, text=text, more=more))
+    finally:
+        path.unlink(missing_ok=True)
+        path.write_bytes(before)
+    assert code == 1 and error in err and "saved 1" in out and "saved 3" not in out, err
+    assert ("saved 2\nwritten" in out) == (not more), "different code replaces no good checkpoint"
+
+
+def test_files_replaced_on_one_host_end_every_rank_after_a_checkpoint(trainer: Bench) -> None:
+    roots = [trainer.folder / "root", trainer.tree("second", files=FILES | TRAINS)]
+    script = trainer.folder / "script.py"
+    script.write_text(UPGRADE.format(file="decorators.py", text="# new\n", more=""))
+    path = roots[0] / "megatron" / "core" / "decorators.py"
+    before = path.read_bytes()
+    try:
+        answers = trainer.run(*roots, script=script)
+    finally:
+        path.unlink()
+        path.write_bytes(before)
+    for code, out, err in answers:
+        assert code == 1 and "rank 0, before a checkpoint" in err and "file-changed" in err, err
+        assert "saved 2\nwritten" in out and "saved 3" not in out
 
 
 @pytest.mark.parametrize(("step", "when"), [(0, "after the first step"), (2, "at the end of the")])
