@@ -13,7 +13,9 @@ every document of a pack. The norm spans all heads together, and its learned wei
 no projection has a bias.
 
 In the backward, the gradient of every step's state is clipped to `gradient_clipping`, 1 in all of
-the authors' configurations: `cppmega.ops.m2rnn_reference` defines it.
+the authors' configurations: `cppmega.ops.m2rnn_reference` defines it. The bound is on gradients of
+what is backpropagated, which are larger for a sum over tokens (`--calculate-per-token-loss`) than
+for their mean.
 
 Initial values are the authors': identity transitions, D of 1, `exp(A_log)` uniform up to 16, and
 `softplus(dt_bias)` log-uniform from 0.001 to 0.1. The linear layers are initialized as Megatron's,
