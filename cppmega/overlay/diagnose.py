@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cppmega.host.importable import folder_of
@@ -14,7 +14,7 @@ from cppmega.overlay.verdict import PatchState, Verdict
 from cppmega.page import Edit, Page, left_alone
 from cppmega.rewriting.marks import COMMENT
 from cppmega.tree.installed import PACKAGES, Origin, Tree, sha256
-from cppmega.tree.resolve import requirement
+from cppmega.tree.resolve import label_of, requirement
 
 _FOOTPRINTS = (b"_cppmega_reached(", COMMENT.encode())
 """Patched text contains one of these, which identifies it even without a receipt."""
@@ -111,20 +111,45 @@ def diagnose(
         if not edits:
             return _without_edits(page, "upstreamed", "the pinned texts need no edit")
         return Diagnosis(edits, {edit.target: found[edit.target] for edit in edits})
-    files = [views[edit.path] for edit in page.patch.edits]
-    torn = any(text.startswith("!") for text in found.values())
-    if torn or any(file.foreign or file.orphaned for file in files):
-        # In a file that is not upstream's, a missing feature or a present fix proves nothing.
+    upstream = _upstream_views(page, views)
+    of_upstream = {
+        e.target: _fingerprint_of(page, e, upstream[e.path], survey, loaded)
+        for e in page.patch.edits
+    }
+    blind = {path for path, file in upstream.items() if file.foreign or file.orphaned}
+    needed_here = _fitting(page, of_upstream) or (blind and _is_pinned_here(page, tree))
+    orphaned = any(views[edit.path].orphaned for edit in page.patch.edits)
+    if needed_here or orphaned or any(text.startswith("!") for text in found.values()):
         return Diagnosis(verdict=_failure(page, tree, survey, found, views))
     for distribution in page.patch.distributions:
         if not tree.has(distribution):
             return _without_edits(page, "not-applicable", _absence(tree, distribution))
     for target in page.patch.feature:
-        if not survey.exists(target) and not survey.elsewhere(target):
+        known = target.partition(":")[0] not in blind
+        if known and not survey.exists(target) and not survey.elsewhere(target):
             return _without_edits(page, "not-applicable", f"{target} does not exist in this tree")
-    if survey.fixed(page):
+    if survey.fixed(page) and not blind & survey.read_for_fixed(page):
         return _without_edits(page, "upstreamed", "the code already contains the fix")
-    return Diagnosis(verdict=_failure(page, tree, survey, found, views))
+    if blind:
+        # In a file that is not upstream's, a missing feature or a present fix proves nothing.
+        return Diagnosis(verdict=_unknown(page, tree, upstream, min(blind)))
+    return Diagnosis(verdict=_failure(page, tree, survey, of_upstream, upstream))
+
+
+def _upstream_views(page: Page, views: Mapping[str, FileView]) -> dict[str, FileView]:
+    """The files of a page and of its feature, each as upstream has it where that text is known."""
+    paths = {e.path for e in page.patch.edits} | {f.partition(":")[0] for f in page.patch.feature}
+    return {
+        path: replace(views[path], current=views[path].pristine, story="")
+        if views[path].foreign and views[path].pristine is not None
+        else views[path]
+        for path in sorted(paths)
+    }
+
+
+def _is_pinned_here(page: Page, tree: Tree) -> bool:
+    """Whether the page knows the text of this version, so that another text was edited."""
+    return any(label_of(tree, edit.distribution) in edit.pins for edit in page.patch.edits)
 
 
 def _absence(tree: Tree, distribution: str) -> str:
@@ -207,6 +232,8 @@ def _failure(
         ),
     )
     unknown = [target for target, known in shape.items() if found[target] not in known]
+    files = {target: views[target.partition(":")[0]] for target in unknown}
+    unknown.sort(key=lambda target: not (files[target].foreign or files[target].orphaned))
     known_somewhere = {t for s in shapes for t in s if found[t] in s[t]}
     others = [t for t, text in found.items() if text != MISSING and t not in known_somewhere]
     for target in unknown or others[:1]:
@@ -267,10 +294,24 @@ def _explained(
     return "drifted", f"its text matches no known version ({', '.join(versions)})", compare
 
 
+def _unknown(page: Page, tree: Tree, views: Mapping[str, FileView], path: str) -> Verdict:
+    """The verdict where an edited file hides whether upstream's text needs the patch."""
+    file = views[path]
+    named = [*(edit.target for edit in page.patch.edits), *page.patch.feature]
+    target = next(target for target in named if target.partition(":")[0] == path)
+    what = file.story or (ORPHANED if file.orphaned else f"{path} differs from {_voucher(file)}")
+    detail = f"{what}, so that it is unknown whether the patch is needed"
+    command = restoring(tree, file)
+    return Verdict(page.name, page.patch.kind, "foreign", target, detail, next=command)
+
+
+def _voucher(file: FileView) -> str:
+    return "the wheel's RECORD" if file.origin == "record" else "the commit"
+
+
 def _foreign(page: Page, edit: Edit, tree: Tree, views: Mapping[str, FileView]) -> Verdict:
     file = views[edit.path]
-    who = "the wheel's RECORD" if file.origin == "record" else "the commit"
-    detail = file.story or f"{edit.path} differs from {who} outside the target"
+    detail = file.story or f"{edit.path} differs from {_voucher(file)} outside the target"
     kind = page.patch.kind
     return Verdict(
         page.name, kind, "foreign", edit.target, detail, next=restoring(tree, views[edit.path])

@@ -121,9 +121,11 @@ def make(
     plan = Plan(tree, loaded, pages, survey, excluded=dict(sorted((excluded or {}).items())))
     plan.gates = gates.values(pages.values(), environment)
     paths = {edit.path for page in pages.values() for edit in page.patch.edits}
+    paths |= {f.partition(":")[0] for page in pages.values() for f in page.patch.feature}
     for path in sorted(paths | set(loaded.receipt.files) | set(interrupted or {})):
         plan.views[path] = view(tree, loaded, path, interrupted or {})
-    survey.pristine = {p: v.pristine for p, v in plan.views.items() if v.patched and v.pristine}
+    changed_here = {p: v for p, v in plan.views.items() if v.patched or v.foreign}
+    survey.pristine = {p: v.pristine for p, v in changed_here.items() if v.pristine}
     diagnoses: dict[str, Diagnosis] = {}
     for name, page in sorted(pages.items()):
         off = _off(page, plan.excluded, environment)

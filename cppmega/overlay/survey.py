@@ -39,7 +39,7 @@ class Survey:
     tree: Tree
     cache: dict[str, str] = field(default_factory=dict)
     pristine: Mapping[str, bytes] = field(default_factory=dict)
-    """The pristine bytes of patched files, since questions concern upstream's text only."""
+    """The pristine bytes of patched and edited files, since questions concern upstream's text."""
     used: dict[str, str] = field(default_factory=dict)
     """The answers of this run, which become the cache of the next one."""
     parsed: dict[str, tuple[Text, ast.Module]] = field(default_factory=dict)
@@ -75,6 +75,11 @@ class Survey:
             f"{'yes' if verdict else 'no'} {self._stamp(','.join(sorted(self._reads)))}"
         )
         return verdict
+
+    def read_for_fixed(self, page: Page) -> set[str]:
+        """The files on which the last answer of `fixed` depends."""
+        _, paths, _ = self.used[f"fixed {page.name} {page.revision}"].split(" ")
+        return set(paths.split(","))
 
     def _stamp(self, paths: str) -> str:
         """Paths and one hash of their contents, which shows whether an answer is current."""

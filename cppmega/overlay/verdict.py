@@ -36,7 +36,7 @@ MEANING: dict[PatchState, str] = {
     "moved": "the target is in another file",
     "absent": "the target does not exist",
     "ambiguous": "the target is defined more than once",
-    "foreign": "the target's text is known, but the file was edited outside cppmega",
+    "foreign": "a file of the patch was edited outside cppmega",
     "conflict": "two pages edit one symbol without a declared order",
     "too-late": "its module was imported before the patch was armed",
     "stale-reference": "something still holds the original object",

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.git import commit_all
 from tests.support.lab import FILES, TARGET, A, B, Lab
 from tests.support.made import dist_info, edit_text, pin, write
 
@@ -355,3 +356,43 @@ def test_missing_symbol_of_a_larger_shape(lab: Lab) -> None:
     lab.files[A] = FILES[A][: FILES[A].index(b"def tail")]
     lab.export()
     assert lab.apply().ok
+
+
+# -- what an edited file says of the other pages --------------------------------------------------
+
+ADDED = b"\n# a note\n"
+
+
+def _pages_around(lab: Lab) -> None:
+    """Pages that this version does not need, or not yet; each has an edit in A and one in B."""
+    single = edit_text(f"{B}:single", 'replacing("x", "x + 1", times=1)', b"", {"0.9": "0" * 16})
+    for name, target, header in (
+        ("absent_in_b", f"{A}:double", {"feature": (f"{B}:later",)}),
+        ("absent_in_a", f"{A}:double", {"feature": (f"{A}:later",)}),
+        ("fixed_in_b", f"{A}:double", {"fixed": f'"return x" in source.text("{B}:single")'}),
+        ("fixed_in_a", f"{A}:double", {"fixed": f'"x + x" in source.text("{A}:double")'}),
+        ("new_here", f"{A}:missing", {}),
+    ):
+        edits = edit_text(target, 'replacing("x + x", "2 * x")', b"", {"0.9": "0" * 16})
+        lab.page(name, edits=f"{edits}, {single}", **header)
+
+
+@pytest.mark.parametrize("vouched", [True, False])
+def test_a_comment_in_one_file_says_nothing_untrue_of_other_pages(lab: Lab, vouched: bool) -> None:
+    """Where upstream's text is at hand, as in a checkout, the answers are those of upstream."""
+    _pages_around(lab)
+    if vouched:
+        lab.wheel()
+    else:
+        commit_all(lab.export())
+    before = {v.name: (v.state, v.target) for v in lab.status().verdicts}
+    (lab.root / A).write_bytes(FILES[A] + ADDED)
+    after = {v.name: v for v in lab.status().verdicts}
+    assert before["absent_in_a"][0] == "not-applicable" and before["fixed_in_a"][0] == "upstreamed"
+    for name, verdict in after.items():
+        if not vouched or name in ("absent_in_b", "fixed_in_b"):
+            assert (verdict.state, verdict.target) == before[name], verdict
+        else:
+            assert verdict.state == "foreign" and verdict.target.startswith(f"{A}:"), verdict
+            assert "unknown whether the patch is needed" in verdict.detail
+        assert "by hand" not in verdict.detail and B not in verdict.target
