@@ -136,13 +136,21 @@ def _fill(descriptor: int, tensors: list[tuple[int, Tensor]]) -> None:
     pinned = any(tensor.is_cuda for _, tensor in tensors)
     stage = torch.empty(_PART, dtype=torch.uint8, pin_memory=pinned)
     for at, tensor in tensors:
-        for part in torch.split(tensor.detach().reshape(-1).view(torch.uint8), _PART):
+        for part in torch.split(_bytes(tensor), _PART):
             staged = stage[: part.numel()]
             staged.copy_(part)
             left = memoryview(staged.numpy())
             while left:
                 written = os.pwrite(descriptor, left, at)
                 left, at = left[written:], at + written
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The bytes of all elements in order, without a copy where they are in memory so."""
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    if flat.stride(0) != 1:  # `reshape` keeps it, as of an expanded element, or of a single one
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 def _write(

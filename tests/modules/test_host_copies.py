@@ -79,6 +79,10 @@ def made(folder: Path, device: str, count: int) -> tuple[list[Any], list[torch.T
     ]  # a block of memory for each
     whole = torch.arange(60.0, device=device).view(5, 12)
     views = [whole[1:3], whole.t(), whole[:, ::5], whole[5:], whole[2, 3]]
+    views += [whole[0, 1].expand(size) for size in ((70,), (1,), (0,), (), (4, 30))]
+    views += [whole[0, ::5][1:2], whole[0, ::5][:0], whole[:1, 1:2].expand(9, 1)]
+    views += [whole.as_strided((9, 3), (1, 1)), whole[4].expand(1, 2, 12)]
+    views += [torch._neg_view(whole[3]), torch.view_as_complex(whole.view(5, 6, 2)).conj()]
     tensors += [(view, f"view {at}") for at, view in enumerate(views)]
     buckets = [
         (str(folder / name), name, ([], [(item, tensor) for tensor, item in part]))
@@ -98,7 +102,7 @@ def check_saves(folder: Path, device: str, count: int) -> None:
         wanted = [tensor.cpu().clone() for tensor in tensors]
         writer.write(buckets)
         for tensor in tensors:
-            tensor.zero_()
+            tensor.untyped_storage().fill_(0)
         writer.wait()
         read = [one for file, *_ in buckets for one in pickle.loads(Path(file).read_bytes())]
         for saved, value in zip(read, wanted, strict=True):
