@@ -4,14 +4,17 @@ What: `Float16Module`, and every later `.bfloat16()`, `.half()` or `.to(dtype)`,
     parameters of each `MambaMixer`, and A_log and dt_bias of each `GatedDeltaNet`, in fp32. The
     optimizers save them where stock does, so that checkpoints can be resumed in both directions,
     with and without the page, in every `torch_dist` format, and the next step is that of an
-    uninterrupted run. The layer-wise optimizer (Muon) gathers each dtype separately.
+    uninterrupted run. The layer-wise optimizer (Muon) gathers each dtype separately, and DDP
+    reduces and gathers the fp32 buffer of a virtual stage separately.
 Why: The mixers compute with these parameters in fp32, but `Float16Module` rounds them (dt_bias, and
     both parameters of a delta net, are created in bf16): at initialization the decay A is off by up
     to 0.8 %, and dt after training by up to 1.6 % (computed on CPU). With both fp32 and bf16
     parameters, the optimizers up to 0.19 cannot save ("Optimizer shape (4,) does not match model
     shape (8,)"), the distributed optimizer cannot load its default format, nor save it if a rank
-    has no part of the fp32 buffer, and the layer-wise optimizer gathers two dtypes as one (all seen
-    on CPU). The page fixes these as well.
+    has no part of the fp32 buffer, the layer-wise optimizer gathers two dtypes as one, and so does
+    DDP in all virtual stages but the first: on gloo, their weights are garbage (all seen on CPU).
+    The page fixes these as well. The fully reshardable checkpoints of stock have shifted fp32
+    copies if there are several buckets; the page then keeps the weights.
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/5929 (the marker, on main) and
     https://github.com/NVIDIA/Megatron-LM/pull/5835 (the order, on dev); neither marks the mixers.
 Remove: when both mixers mark their parameters with `mark_keep_in_fp32` (main has it, for other
@@ -224,9 +227,11 @@ def _marks(text: str, name: str) -> bool:
 
 def verify() -> None:
     from types import SimpleNamespace
+    from unittest import mock
 
     import torch
     from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.distributed import param_and_grad_buffer as ddp
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
     from megatron.core.ssm.mamba_mixer import MambaMixer
@@ -263,6 +268,21 @@ def verify() -> None:
     order, _ = build([{"params": [norm, a_log]}], buffers)
     assert order == {a_log: (0, 0), norm: (0, 1)}, "states would be loaded from the wrong parameter"
     a_log.stock_dtype = torch.bfloat16
+
+    both = [
+        SimpleNamespace(
+            param_dtype=p.dtype,
+            params=[p],
+            buckets=[SimpleNamespace(params_list=[p])],
+            ddp_config=SimpleNamespace(use_distributed_optimizer=False),
+            data_parallel_group=None,
+            data_parallel_world_size=1,
+        )
+        for p in (norm, a_log)
+    ]
+    with mock.patch.object(ddp, "_ParamAndGradBucketGroup", lambda buckets, *_: buckets):
+        groups = ddp.partition_buckets(both, force_single_bucket_group=True)
+    assert list(map(len, groups)) == [1, 1], "two dtypes would be reduced as one"
 
     optimizer = Float16OptimizerWithFloat16Params.__new__(Float16OptimizerWithFloat16Params)
     main = norm.detach().float()

@@ -219,10 +219,16 @@ class Run:
 
     `kind` is the format in which the distributed optimizer is saved, "" for the optimizer that is
     not distributed, and "layer_wise" for the one that assigns complete parameters to ranks.
+    `is_later_chunk`: DDP puts all buckets into one group, as in virtual stages but the first.
     """
 
     def __init__(
-        self, seed: int, kind: str, buckets: int | None = None, stock: Stock | None = None
+        self,
+        seed: int,
+        kind: str,
+        buckets: int | None = None,
+        stock: Stock | None = None,
+        is_later_chunk: bool = False,
     ) -> None:
         self.kind = kind
         self.rank = torch.distributed.get_rank()
@@ -232,7 +238,7 @@ class Run:
             overlap_grad_reduce=buckets is not None,
             bucket_size=buckets,
         )
-        self.ddp = DistributedDataParallel(CONFIG, config, wrapped)
+        self.ddp = DistributedDataParallel(CONFIG, config, wrapped, is_later_chunk)
         options = optimizers.OptimizerConfig(
             optimizer="adam",
             lr=1e-2,

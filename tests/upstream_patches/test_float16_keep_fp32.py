@@ -207,6 +207,28 @@ with on_cpu():
         ours_to_stock_and_back(kind, buckets)
 """
 
+LATER_CHUNKS = """
+with on_cpu():
+    for kind in ("", "fully_reshardable"):
+        first, later = (
+            Run(1, kind, is_later_chunk=is_later).step(1).step(2) for is_later in (False, True)
+        )
+        assert_same_run(first, later)
+"""
+
+SHIFTED_COPIES = """
+with on_cpu():
+    before = Run(1, "fully_reshardable", 300, stock).step(1).step(2)
+    saved, values = before.save(), before.values()
+    there = Run(7, "fully_reshardable", 300, stock).step(9).load(saved)
+    ours = Run(7, "fully_reshardable", 300).step(9).load(saved)
+    copies = there.states()
+    shifted = [n for n in KEPT if not torch.equal(copies[n]["param"].bfloat16(), values[n])]
+    assert shifted, "stock saved no wrong copy"
+    for name, weight in kept(ours.model).items():
+        assert torch.equal(weight.bfloat16(), values[name]), (name, shifted)
+"""
+
 UNPATCHED = """
 # What the same parameters do to the unpatched optimizers.
 distributed = distrib_optimizer.DistributedOptimizer
@@ -304,7 +326,8 @@ NEWEST = [("", None), ("fully_reshardable", None), ("dp_reshardable", None), *OL
 def test_checkpoints_of_stock_and_ours_are_the_same(
     version: str, kinds: list[tuple[str, int | None]]
 ) -> None:
-    passes(version, CHECKPOINTS + UNPATCHED, ranks=2, KINDS=kinds)
+    code = CHECKPOINTS + LATER_CHUNKS + SHIFTED_COPIES + UNPATCHED
+    passes(version, code, ranks=2, KINDS=kinds)
 
 
 @pytest.mark.megatron

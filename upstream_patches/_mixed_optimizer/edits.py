@@ -15,6 +15,8 @@ from .functions import (
     bucket_places,
     inner_params,
     keeps_fp32,
+    kept_apart,
+    loaded_copy,
     main_copies,
     of_one_dtype,
     send_kept,
@@ -25,6 +27,7 @@ from .functions import (
     stock_sizes,
 )
 
+GROUPS = "megatron/core/distributed/param_and_grad_buffer.py:partition_buckets"
 OPTIMIZER = "megatron/core/optimizer"
 DISTRIBUTED = f"{OPTIMIZER}/distrib_optimizer.py:DistributedOptimizer."
 ORDER = DISTRIBUTED + "_build_optimizer_group_ranges"
@@ -67,6 +70,31 @@ def saving_as_main(is_main: str, pins: dict[str, str]) -> Edit:
 
 EDITS = (
     Edit(
+        target=GROUPS,
+        pins={
+            "0.15.3": "5eace838fcd5d553",
+            "0.16.1": "5eace838fcd5d553",
+            "0.17.1": "1a2d52bda668e6d3",
+            "0.18.2": "dc48bd7e89684769",
+            "0.19.2": "dc48bd7e89684769",
+            "main-d98e8a64": "dc48bd7e89684769",
+            "dev-d48bd6be": "3caa5b11af844efa",
+        },
+        # A group sends its buckets together, which takes one dtype.
+        edit=inserting(
+            """
+            given = dict(locals())
+            parts = kept_apart(buffers)
+            if len(parts) > 1:
+                divided = [partition_buckets(**{**given, "buffers": part}) for part in parts]
+                return [group for groups in divided for group in groups]
+            """,
+            after="if len(buffers) == 0:\n    return []",
+        ),
+        helpers=(kept_apart,),
+        mark="",
+    ),
+    Edit(
         target=ORDER,
         pins={
             "0.15.3": "14deb176c8a61d65",
@@ -102,8 +130,15 @@ EDITS = (
         # The shard of a parameter that is fp32 already is a view of it, and not detached.
         edit=replacing(
             "dst_tensors[key].copy_(tensors[key])",
-            "dst_tensors[key].detach().copy_(tensors[key])",
+            """
+            dst_tensors[key].detach().copy_(
+                loaded_copy(model_param, dst_tensors[key], tensors[key])
+                if key == "param"
+                else tensors[key]
+            )
+            """,
         ),
+        helpers=(loaded_copy,),
     ),
     Edit(
         target=SAVE_BUCKETS,

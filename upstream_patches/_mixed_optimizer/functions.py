@@ -7,6 +7,13 @@ Those files import the other names that these functions use.
 from __future__ import annotations
 
 
+def kept_apart(buffers):
+    """Divide buffers into the others and those of parameters kept in fp32."""
+    kept = [b for b in buffers if any(hasattr(param, "stock_dtype") for param in b.params)]
+    others = [buffer for buffer in buffers if buffer not in kept]
+    return [part for part in (others, kept) if part]
+
+
 def inner_params(optimizer):
     """Model parameters in the order of the inner optimizer, and for which a copy is saved."""
     model_param = {
@@ -175,6 +182,18 @@ def bucket_gaps(optimizer, kinds):
         )
         if end > start
     ]
+
+
+def loaded_copy(param, weight, copy):
+    """Return the fp32 copy of a parameter, or its weight where that was not rounded from the copy.
+
+    If stock has several buckets, copies in its fully reshardable checkpoints are shifted.
+    """
+    if not hasattr(param, "stock_dtype"):
+        return copy
+    weight, copy = weight.detach(), copy.to(weight)
+    rounds_to_it = copy.to(param.stock_dtype) == weight.to(param.stock_dtype)
+    return torch.where(rounds_to_it, copy, weight)
 
 
 def share_kept(optimizer):
