@@ -23,7 +23,7 @@ from typing import Any
 
 import click
 import torch
-from on_gpu import elapsed, stack, upstream_of
+from on_gpu import card, elapsed, stack, upstream_of
 from torch import Tensor
 
 HERE = Path(__file__).resolve().parent.parent
@@ -233,7 +233,7 @@ def main(before: Path, name: str, rounds: int, out: Path) -> None:
                     times[side].append(sides[side].time(size, number))
             report[size][case] = times
             print(size, case, {side: f"{min(x):.3f}" for side, x in times.items()}, flush=True)
-    device = torch.cuda.get_device_name().split()[1].lower()
+    device = card()
     out.mkdir(parents=True, exist_ok=True)
     file = out / f"checkouts_in_turns_{device}"
     file.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from on_gpu import by_kernel, median, stack, upstream_of
+from on_gpu import by_kernel, card, median, stack, upstream_of
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -149,7 +149,7 @@ def main() -> None:
         },
     }
     options.out.mkdir(parents=True, exist_ok=True)
-    device = torch.cuda.get_device_name().split()[-1].lower()
+    device = card()
     target = options.out / f"input_embeddings_{device}.md"
     target.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
     target.write_text(table(report))

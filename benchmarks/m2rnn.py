@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from on_gpu import by_kernel, median, stack, upstream_of
+from on_gpu import by_kernel, card, median, stack, upstream_of
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -96,7 +96,7 @@ def main() -> None:
         }
     options.out.mkdir(parents=True, exist_ok=True)
     text = json.dumps(report, indent=1) + "\n"
-    (options.out / f"m2rnn_{device.split()[-1].lower()}.json").write_text(text)
+    (options.out / f"m2rnn_{card(device)}.json").write_text(text)
     print(text)
 
 

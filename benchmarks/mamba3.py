@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from on_gpu import by_kernel, median, stack, upstream_of
+from on_gpu import by_kernel, card, median, stack, upstream_of
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help="measure only our MIMO")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    target = options.out / f"mamba3_{torch.cuda.get_device_name().split()[-1].lower()}.json"
+    target = options.out / f"mamba3_{card()}.json"
     report: dict[str, Any] = {
         "stack": stack("triton", "tilelang", "mamba-ssm"),
         "rows": {},

@@ -237,7 +237,7 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     device = torch.cuda.get_device_name()
-    stem = options.out / ("mhc_" + device.split()[-1].lower())
+    stem = options.out / ("mhc_" + on_gpu.card(device))
     speed = bandwidth()
     report: dict[str, object] = {
         **on_gpu.stack("triton", "transformer-engine", "liger-kernel"),

@@ -35,6 +35,7 @@ from typing import Any
 import click
 import sides
 import torch
+from on_gpu import card
 from slice_report import headline, measured, steps_of
 from slice_report import table as of_recipe
 from slice_training import Bench, header, prepare, said
@@ -106,7 +107,7 @@ class Training:
     def __post_init__(self) -> None:
         has_gpu = torch.cuda.is_available()
         self.device = torch.cuda.get_device_name() if has_gpu else "CPU"
-        self.stem = self.out / f"mhc_training_{self.device.split()[-1].lower()}"
+        self.stem = self.out / f"mhc_training_{card(self.device)}"
         self.taken: dict[str, list[float]] = {}
         self.call = datetime.now(UTC).isoformat(timespec="minutes")
         """When this call began: hosts differ, so times of two calls have no ratio."""

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import click
 import sides
 import torch
-from on_gpu import stack
+from on_gpu import card, stack
 from slice_training import environment, said
 from slice_turns import apply
 from slice_turns_report import FACTOR
@@ -192,7 +192,7 @@ def main(site: Path, work: Path, out: Path, steps: int, only: str | None) -> Non
     if not root.is_dir():
         sides.copy(site.resolve(), root)
         apply(root, PAGES)
-    target = out / f"mixer_curves_{torch.cuda.get_device_name().split()[-1].lower()}.md"
+    target = out / f"mixer_curves_{card()}.md"
     with_kernels = [m for m in MODELS if m != "SISO" or importlib.util.find_spec("mamba_ssm")]
     report: dict[str, Any] = {"runs": {}}
     if target.with_suffix(".json").is_file():

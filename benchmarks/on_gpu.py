@@ -71,3 +71,8 @@ def stack(*packages: str) -> dict[str, str]:
         "torch": torch.__version__,
         **{name: version(name) or "not installed" for name in packages},
     }
+
+
+def card(name: str | None = None) -> str:
+    """The word for a GPU in names of results: `h100` for `NVIDIA H100 80GB HBM3`."""
+    return (name or torch.cuda.get_device_name()).removeprefix("NVIDIA ").split()[0].lower()

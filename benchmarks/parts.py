@@ -42,6 +42,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 import shared_result  # noqa: E402
 import slice_training  # noqa: E402
+from on_gpu import card  # noqa: E402
 from parts_report import RECIPE, VARIANTS, curve, draw, report  # noqa: E402
 from shuffled_structure import shuffled  # noqa: E402
 from slice_training import Bench  # noqa: E402
@@ -146,7 +147,7 @@ def main(
         print(error, file=sys.stderr)
     facts = {**slice_training.header(bench), "benchmark": "parts", "held_out": held_out.name}
     result = {**facts, "runs": parts.runs}
-    device = result["stack"]["gpu"].split()[-1].lower()
+    device = card(result["stack"]["gpu"])
     target = out / f"nam56r_parts_{device}.json"
     target.write_text(json.dumps(result, indent=1) + "\n")
     target.with_suffix(".md").write_text(report(result))

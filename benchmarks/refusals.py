@@ -38,6 +38,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 import slice_training  # noqa: E402
+from on_gpu import card  # noqa: E402
 from slice_training import Bench  # noqa: E402
 
 from cppmega.checkpoints.tracker import TRACKER  # noqa: E402
@@ -215,7 +216,7 @@ def main(site: Path, work: Path, out: Path, data: Path, gpus: int, timeout: floa
     places = tuple(each.resolve() for each in (site, work, out, data))
     result = slice_training.header(Bench(recipe, changes, *places, timeout))
     result |= {"benchmark": "refusals", "cases": {}}
-    device = result["stack"]["gpu"].split()[-1].lower()
+    device = card(result["stack"]["gpu"])
     target = out / f"refusals_{device}_{gpus}.json"
     for name, case in CASES.items():
         bench = Ranks(recipe, changes, *places, timeout)

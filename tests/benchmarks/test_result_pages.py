@@ -24,6 +24,7 @@ BENCHMARKS = {
 }
 """What writes the pages of a benchmark that its results name."""
 NAMES = {
+    "checkouts_in_turns_h100": ("checkouts_in_turns", "lines"),
     "cli": ("cli", "table"),
     "configurations": ("configurations", "table"),
     "dsa_attention_h200": ("dsa_attention", "table"),
@@ -34,6 +35,7 @@ NAMES = {
     "mamba3_h200": ("mamba3", "table"),
     "mhc_training_h200": ("mhc_training_report", "table"),
     "mhc_upstream": ("mhc_upstream", "table"),
+    "mixer_curves_h100": ("mixer_curves", "table"),
     "mixer_curves_h200": ("mixer_curves", "table"),
     "nam56r_h200_1gpu": ("slice_report", "table"),  # one of many rows, as a run of its own
     "upstream_unit_tests_cpu": ("upstream_tests_report", "table"),
