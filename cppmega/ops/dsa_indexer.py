@@ -129,13 +129,14 @@ def indexer_loss(
         query: the attention's, `[sq, b, attention heads of this rank, d]`; it gets no gradient.
         key: `[sk, b, attention heads or 1, d]`; it gets no gradient.
         topk: how many keys to choose.
-        loss: the definition of the loss; with a coefficient of 0, loss and gradients are zeros.
+        loss: the definition of the loss; with a coefficient of 0, or without queries or keys, loss
+            and gradients are zeros.
         bounds: which keys a query may see; causal if omitted.
         rows: `[b, sq]`, which rows count; all if omitted.
         use_relu: apply ReLU to the products.
     """
     bounds = bounds or Bounds()
-    if loss.coefficient == 0:
+    if loss.coefficient == 0 or not (q.numel() and k.numel()):
         indices = choose_keys(q, k, weights, topk, bounds=bounds, use_relu=use_relu)
         return IndexerOutput(_NoLoss.apply(q, k, weights), indices)  # type: ignore[no-untyped-call]
     topk = min(topk, k.size(0))

@@ -341,6 +341,11 @@ def choose(
     """
     sq, batch, heads, width = q.shape
     sk = k.shape[0]
+    indices = torch.empty(batch, sq, topk, dtype=torch.int32, device=q.device)
+    chosen = torch.empty_like(indices, dtype=torch.float32) if want_scores else None
+    lse = torch.empty(batch, sq, dtype=torch.float32, device=q.device) if want_lse else None
+    if not indices.numel():
+        return indices, chosen, lse
     q, k = contiguous_rows(q), contiguous_rows(k)
     h_pad = triton.next_power_of_2(heads)
     d_pad = max(16, triton.next_power_of_2(width))
@@ -352,11 +357,6 @@ def choose(
         processors(q.device) * launch.programs,
         max(1, SCRATCH_BYTES // (4 * rows * row_width)),
     )
-    indices = torch.empty(batch, sq, topk, dtype=torch.int32, device=q.device)
-    chosen = torch.empty_like(indices, dtype=torch.float32) if want_scores else None
-    lse = torch.empty(batch, sq, dtype=torch.float32, device=q.device) if want_lse else None
-    if not indices.numel():
-        return indices, chosen, lse
     scratch = torch.empty(programs, rows, row_width, dtype=torch.float32, device=q.device)
     bounds = RowBounds.of(starts, ends, batch, sq, scratch)
     options: dict[str, Any] = {"num_warps": launch.warps, "num_stages": launch.stages}

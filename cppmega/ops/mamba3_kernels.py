@@ -23,7 +23,7 @@ from cppmega.ops import mamba3_operands as operands
 from cppmega.ops.dsa_indexer_reference import wide
 from cppmega.ops.launch_device import on_device_of
 from cppmega.ops.mamba3_operands import Operands
-from cppmega.ops.mamba3_reference import Definition, Inputs, Parameters, normed
+from cppmega.ops.mamba3_reference import Definition, Inputs, Parameters, normed, without_tokens
 from cppmega.ops.once_differentiable import once_differentiable
 
 VERSION = "2.3.2.post1"
@@ -100,6 +100,8 @@ def mixed(
     A sequence is filled up to whole chunks, of which the kernels have no special cases, and whose
     lengths are fewer kernels to compile; no token sees those after it.
     """
+    if not inputs.x.numel():
+        return without_tokens(inputs, parameters)
     length = inputs.x.size(1)
     if boundaries is None and length % chunk:
         more = chunk - length % chunk

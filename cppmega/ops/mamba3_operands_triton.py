@@ -228,7 +228,8 @@ def states(x: Pair, weights: Pair, out: Pair) -> None:
     b, length, groups, rank, n = x[0].shape
     if b * length:
         _states_kernel[(b * length, 2)](
-            *x, *weights, *out, length, *x[0].stride()[:2], *x[1].stride()[:2],
+            *x, *(each.contiguous() for each in weights), *out, length,
+            *x[0].stride()[:2], *x[1].stride()[:2],
             G=groups, R=rank, N=n, ROWS=triton.next_power_of_2(groups * rank), num_warps=4,
         )  # fmt: skip
 
@@ -247,9 +248,9 @@ def states_backward(x: Pair, weights: Pair, given: Pair, out: Pair) -> Pair:
     sums = torch.empty(2, programs, n, dtype=torch.float32, device=x[0].device)
     if programs:
         _states_backward_kernel[(programs, 2)](
-            *x, *weights, *given, *out, sums, b * length, length, *x[0].stride()[:2],
-            *x[1].stride()[:2], G=groups, R=rank, N=n, ROWS=triton.next_power_of_2(groups * rank),
-            TOKENS=TOKENS, num_warps=4,
+            *x, *(each.contiguous() for each in weights), *given, *out, sums, b * length, length,
+            *x[0].stride()[:2], *x[1].stride()[:2], G=groups, R=rank, N=n,
+            ROWS=triton.next_power_of_2(groups * rank), TOKENS=TOKENS, num_warps=4,
         )  # fmt: skip
     of_keys, of_queries = sums.sum(1)
     return of_keys, of_queries
@@ -279,7 +280,7 @@ def heads(
         grid = (triton.cdiv(length, TOKENS), triton.cdiv(count, HEADS), b)
         strides = [stride for each in (*x, angles) for stride in each.stride()[:2]]
         _heads_kernel[grid](
-            *x, dt_bias, angles, *out, length, *strides, H=count, K=width,
+            *x, dt_bias.contiguous(), angles, *out, length, *strides, H=count, K=width,
             ANGLES=triton.next_power_of_2(width), HEAVY_TAIL=definition == "heavy_tail",
             SPREAD=spread, TOKENS=TOKENS, HEADS=HEADS, num_warps=4,
         )  # fmt: skip
@@ -309,7 +310,8 @@ def heads_backward(
     sums = torch.empty(b * blocks, count, dtype=torch.float32, device=dt_bias.device)
     if b * blocks:
         _heads_backward_kernel[(blocks, b)](
-            *x, dt_bias, *given, *out, sums, length, *x[0].stride()[:2], *x[1].stride()[:2],
+            *x, dt_bias.contiguous(), *given, *out, sums, length,
+            *x[0].stride()[:2], *x[1].stride()[:2],
             H=count, K=width, ANGLES=triton.next_power_of_2(width),
             HEAVY_TAIL=definition == "heavy_tail", SPREAD=spread, TOKENS=TOKENS, HEADS=HEADS,
             num_warps=4,

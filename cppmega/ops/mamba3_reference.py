@@ -104,6 +104,8 @@ def mixed(
             lengths; tokens after the end form a separate document. None: every sequence is one.
         chunk: tokens between two computed states; no result depends on it.
     """
+    if not inputs.x.numel():
+        return without_tokens(inputs, parameters)
     length = inputs.x.size(1)
     ends = sorted({0, length, *(bound for bound in bounds or () if bound < length)})
     parts = [
@@ -111,6 +113,12 @@ def mixed(
         for start, end in itertools.pairwise(ends)
     ]
     return torch.cat(parts, 1).to(inputs.x.dtype)
+
+
+def without_tokens(inputs: Inputs, parameters: Parameters) -> Tensor:
+    """The output of no tokens, with gradients of zeros, for which a reduction may wait."""
+    given = [each for each in (*inputs, *parameters) if each is not None]
+    return inputs.x + 0 * sum(each.sum().to(inputs.x.dtype) for each in given)
 
 
 def _document(inputs: Inputs, parameters: Parameters, definition: Definition, chunk: int) -> Tensor:

@@ -177,7 +177,7 @@ def forward(
     b, _, heads, _ = inputs.x.shape
     out = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
     forward_kernel[(heads, b)](
-        theta=problem.theta(), skip=parameters.d, out=out, **problem.given(),
+        theta=problem.theta(), skip=parameters.d.contiguous(), out=out, **problem.given(),
         **_walking(inputs.x.device),
     )  # fmt: skip
     return out
@@ -281,9 +281,9 @@ def _parts(
     )
     sums = fp32(b, chunks, heads, 3 * rank * width)
     values_kernel[(heads, chunks, b)](
-        **named, skip=problem.parameters.d, states=states, gradients=gradients, d_x=found.d_x,
-        d_z=found.d_z, d_log_a=found.d_log_a, d_at_once=found.d_at_once, d_next=found.d_next,
-        d_skip=found.d_skip, sums=sums, **LAUNCH,
+        **named, skip=problem.parameters.d.contiguous(), states=states, gradients=gradients,
+        d_x=found.d_x, d_z=found.d_z, d_log_a=found.d_log_a, d_at_once=found.d_at_once,
+        d_next=found.d_next, d_skip=found.d_skip, sums=sums, **LAUNCH,
     )  # fmt: skip
     learned = [sums.sum((0, 1))]
     sums = fp32(b, chunks, heads, rank * state)

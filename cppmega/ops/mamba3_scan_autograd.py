@@ -10,7 +10,7 @@ from torch import Tensor
 from cppmega.ops import mamba3_operands as operands
 from cppmega.ops import mamba3_scan as scan
 from cppmega.ops.mamba3_operands import Operands
-from cppmega.ops.mamba3_reference import Definition, Inputs, Parameters
+from cppmega.ops.mamba3_reference import Definition, Inputs, Parameters, without_tokens
 from cppmega.ops.once_differentiable import once_differentiable
 
 
@@ -26,6 +26,8 @@ def mixed(
         boundaries: int32 `[documents + 1]`, cumulative lengths of a pack, for which b is 1; tokens
             after the last one are a document of their own.
     """
+    if not inputs.x.numel():
+        return without_tokens(inputs, parameters)
     found: Tensor = _Mixed.apply(  # type: ignore[no-untyped-call]
         definition, boundaries, *inputs, *parameters[:-1]
     )

@@ -61,6 +61,7 @@ class _Rotated(torch.autograd.Function):
     ) -> Tensor:
         from cppmega.ops import rope_triton as kernels
 
+        angles = angles.contiguous()  # cos and sin keep the layout
         cos, sin = torch.cos(angles), torch.sin(angles)
         ctx.save_for_backward(cos, sin)
         ctx.how = adjacent, gathered, scale

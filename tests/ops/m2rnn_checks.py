@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cppmega.ops import m2rnn, m2rnn_reference, packed_conv, packed_conv_reference
-from tests.ops.layouts_of_rows import EXPANDED, LAYOUTS
+from tests.ops.layouts import EXPANDED, LAYOUTS
 
 Op = Callable[..., Tensor]
 Layout = Callable[[Tensor], Tensor]

@@ -1,0 +1,71 @@
+"""Every public op computes the same in any layout, reads nothing else, and takes empty tensors.
+
+With memcheck, which reports every access outside of a tensor's own allocation, on a GPU:
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \
+        --target-processes all python -m pytest -q -m gpu tests/ops/test_layouts.py
+"""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.ops.in_interpreter import run
+from tests.ops.layout_rows import ROWS, check
+from tests.support import REPOSITORY
+
+PENDING = {"m2rnn.m2rnn", "packed_conv.packed_conv"}
+"""Ops whose layouts `m2rnn_checks` has."""
+INTERNAL = ("_autograd", "_chunks", "_external", "_operands", "_reference", "_scan", "_triton")
+"""Ends of the names of modules that only ops import."""
+NO_OPS = {
+    "dsa_attention_per_head.per_head",
+    "dsa_indexer_device.contiguous_rows",
+    "linear_cross_entropy.counting_tokens",
+    "m2rnn.document_bounds",
+    "mamba3_kernels.mixed",
+    "token_rows.with_rows",
+}
+"""Functions of tensors that no op exports, or that launch no kernel."""
+RETURNED = ("Tensor", "IndexerOutput", "Inputs", "LinearCrossEntropyOutput", "Weights")
+
+
+def test_every_public_op_has_a_row() -> None:
+    ops = set()
+    for path in (REPOSITORY / "cppmega" / "ops").glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and not path.stem.endswith(INTERNAL):
+                returned = ast.unparse(node.returns) if node.returns else ""
+                first = [ast.unparse(x.annotation) for x in node.args.args[:1] if x.annotation]
+                takes = bool(first) and first[0] in ("Tensor", "torch.Tensor", "Inputs", "Site")
+                gives = any(kind in returned for kind in RETURNED)
+                if takes and gives and not node.name.startswith("_"):
+                    ops.add(f"{path.stem}.{node.name}")
+    rows = {op for row in ROWS.values() for op in row.ops}
+    assert ops - NO_OPS - PENDING == rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [tuple(ROWS)[at::4] for at in range(4)])
+def test_layouts_in_the_interpreter(names: tuple[str, ...]) -> None:
+    run(
+        f"""
+from tests.ops.layout_rows import as_on_a_gpu, check
+as_on_a_gpu()
+for name in {names}:
+    check(name, "cpu")
+""",
+        warnings="ignore::RuntimeWarning",
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ROWS)
+def test_layouts_on_a_gpu(name: str) -> None:
+    check(name, "cuda")
+    torch.cuda.synchronize()
