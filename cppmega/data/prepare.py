@@ -210,7 +210,7 @@ def _begin(out: Path, parts: Path, settings: Settings) -> PrepareProgress:
                 "inputs-changed",
                 f"{parts} was started with other inputs, another tokenizer or other structure ids.",
                 "One dataset would contain parts of two corpora.",
-                f"use the same as before, or remove {parts} and start again",
+                f"use the same as before, or mv {parts} {parts}.old and start again",
             )
         for path in parts.iterdir():
             if path != saved and path.name.partition(".")[0] not in state.shards:
@@ -239,7 +239,7 @@ def _load(parts: Path, saved: Path) -> PrepareProgress:
             "preparation-damaged",
             f"{saved} cannot be read: {error}",
             "It records which shards are complete.",
-            f"remove {parts} and start again",
+            f"mv {parts} {parts}.old and start again",
         ) from None
 
 

@@ -136,7 +136,7 @@ def restored(plan: Plan, keep: set[str]) -> Iterator[tuple[str, FileChange]]:
                 "foreign-edit",
                 f"{path} was edited after cppmega patched it.",
                 "Restoring the original would lose that edit.",
-                "save the edit, then: " + restoring(plan.tree, file),
+                restoring(plan.tree, file),
             )
 
 

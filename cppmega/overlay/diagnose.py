@@ -319,12 +319,11 @@ def _foreign(page: Page, edit: Edit, tree: Tree, views: Mapping[str, FileView]) 
 
 
 def restoring(tree: Tree, file: FileView) -> str:
-    """The command that restores upstream's file."""
-    if file.origin == "record":
-        return tree.reinstall(file.path)
+    """The command that restores upstream's file, and keeps a copy of the file as it is."""
     if file.story == COMMITTED:
         log = f"git -C {tree.root} log --oneline -S_cppmega_reached -- {file.path}"
         return f"{log}; git revert the commit that it names, then apply again"
-    if file.origin == "git":
-        return f"git -C {tree.root} checkout HEAD -- {file.path}"
-    return f"unpack upstream's {file.path} again, and remove {tree.root / FOLDER}"
+    if file.origin != "unverified":
+        return tree.restore(file.path)
+    ours = shlex.quote(str(tree.root / FOLDER))
+    return f"{tree.saving(file.path)}mv {ours} {ours}.moved; unpack upstream's {file.path} again"

@@ -66,13 +66,6 @@ def upstream_text(tree: Tree, path: str) -> bytes | None:
     return data if sha256(data) == wanted else None
 
 
-def restore(tree: Tree, path: str) -> str:
-    """The command that restores upstream's file."""
-    if tree.git_blob(path) is not None:
-        return f"git -C {tree.root} checkout HEAD -- {path}"
-    return tree.reinstall(path)
-
-
 def _as_applied(session: Session, applied: Receipt, path: str, pristine: bytes) -> bytes | None:
     """Compute the text of a file with the receipt's pages; None if it cannot be reproduced."""
     if path not in applied.files:

@@ -115,7 +115,8 @@ def interrupted(tree: Tree) -> dict[str, tuple[Written, ...]]:
             "torn-journal",
             f"{folder(tree) / 'journal.json'} cannot be read: {error}.",
             "It records which files an interrupted run was writing.",
-            "reinstall megatron-core, remove the folder .cppmega next to it, and apply again",
+            f"{tree.restore('megatron/core/__init__.py')}; mv {folder(tree)} {folder(tree)}.moved; "
+            "then python -m cppmega.apply_patches",
         ) from None
 
 

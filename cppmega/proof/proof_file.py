@@ -152,8 +152,9 @@ def _read(path: Path) -> dict[str, list[RecordedProof]]:
             "proofs-unreadable",
             f"{path} cannot be read: {type(error).__name__}: {error}.",
             "It is unknown whether the pages that need a GPU were proved.",
-            "upgrade cppmega if a later release wrote it; else restore it "
-            f"(git checkout -- {path}), or remove it and record the proofs again",
+            "upgrade cppmega if a later release wrote it; else "
+            f"mv {path} {path}.damaged, and restore it (git checkout -- {path}) or record the "
+            "proofs again",
         ) from None
 
 

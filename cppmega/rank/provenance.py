@@ -17,7 +17,6 @@ from typing import Any
 
 from cppmega.errors import CppmegaError
 from cppmega.live.checked_module import CheckedLoader
-from cppmega.overlay import foreign_diff
 from cppmega.overlay.receipt import Receipt
 from cppmega.rank import imported, witness
 from cppmega.tree import accepted
@@ -284,7 +283,7 @@ def foreign_edit(tree: Tree, path: str, now: str, edit: str = "") -> CppmegaErro
         "foreign-edit",
         f"{path} differs from upstream's" + (f"; {edit}" if edit else "."),
         "The run would train an edit that no receipt, log or checkpoint names.",
-        f"{foreign_diff.restore(tree, path)}; or make the edit a page: cppmega new NAME; or accept "
+        f"{tree.restore(path)}; or make the edit a page: cppmega new NAME; or accept "
         f"it: --accept {path}={now}",
     )
 

@@ -86,7 +86,8 @@ def unreadable(name: str, reason: str) -> CppmegaError:
         "unreadable-python",
         f"{name} cannot be read as Python: {reason}.",
         "A truncated or foreign file can be neither patched nor trusted in training.",
-        "reinstall the package it belongs to, then run `python -m cppmega.apply_patches`",
+        "save what was edited there, reinstall the package it belongs to, then run "
+        "`python -m cppmega.apply_patches`",
     )
 
 

@@ -27,10 +27,17 @@ Origin = Literal["record", "git", "unverified"]
 
 
 def reinstall(root: Path, version: str, distribution: str = "megatron-core") -> str:
-    """The command that restores upstream's files in ROOT, whichever environment pip belongs to."""
+    """The command that restores upstream's files in ROOT, whichever environment pip belongs to.
+
+    It copies all files of the package into the working directory first, as edits would be lost.
+    """
+    package = PACKAGES[distribution]
     sites = {Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")}
     place = "" if root.resolve() in sites else f"--upgrade --target {shlex.quote(str(root))} "
-    return f"pip install --force-reinstall --no-deps {place}{distribution}=={version}"
+    return (
+        f"cp -r --backup=numbered {shlex.quote(str(root / package))} {package}.edited && "
+        f"pip install --force-reinstall --no-deps {place}{distribution}=={version}"
+    )
 
 
 def sha256(data: bytes) -> str:
@@ -128,6 +135,19 @@ class Tree:
             return self.version
         installed = self.distributions.get(distribution)
         return installed.version if installed is not None else "unknown"
+
+    def restore(self, path: str) -> str:
+        """The command that restores upstream's file, and keeps a copy of the file as it is."""
+        if self.checkout is not None and path in self.checkout.files:
+            return f"{self.saving(path)}git -C {self.root} checkout HEAD -- {path}"
+        return self.reinstall(path)
+
+    def saving(self, path: str) -> str:
+        """The beginning of a command that replaces a file; empty if the file is missing."""
+        if self.read(path) is None:
+            return ""
+        kept = f"{path.replace('/', '.')}.edited"
+        return f"cp --backup=numbered {shlex.quote(str(self.root / path))} {kept} && "
 
     def reinstall(self, path: str) -> str:
         """The command that restores a file, by reinstalling the distribution that lists it."""
@@ -293,7 +313,7 @@ class Tree:
                 f"megatron/training in {self.root} does not belong to megatron-core "
                 f"{self.version}: {len(strange)} of its {len(files)} files differ.",
                 "core and training of different versions call each other with wrong arguments.",
-                "remove megatron/training, or use a checkout of one version as ROOT",
+                "move megatron/training out of ROOT, or use a checkout of one version as ROOT",
             )
 
 
@@ -357,7 +377,7 @@ def find_root() -> Path:
             + ", ".join(parts)
             + "; where a name occurs twice, the first one wins.",
             "The patches would go into one tree, while a run also imports parts of the other.",
-            "remove one of them from PYTHONPATH and the working directory, or pass --megatron ROOT",
+            "take one of them out of PYTHONPATH and the working directory, or pass --megatron ROOT",
         )
     first = next(f for f in folders if f.resolve() == holding[0])
     return first.parent

@@ -159,7 +159,7 @@ def test_state_word_first_then_name_then_detail(
     assert code == 1
     lines = [line.split() for line in out.splitlines()]
     assert lines[0][:2] == ["pending", "one"] and lines[1][:2] == ["foreign", "two"]
-    assert "next: pip install --force-reinstall" in out
+    assert "next: cp -r " in out and "megatron.edited && pip install --force-reinstall" in out
     assert "nothing was changed" in err
 
 

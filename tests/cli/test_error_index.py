@@ -123,6 +123,32 @@ def test_every_cause_has_its_parts_in_words() -> None:
                 assert all(re.fullmatch(r"<[\w |]+>", one) for one in re.findall("<.*?>", part))
 
 
+_DESTROYS = re.compile(
+    r"\bgit\b[^;]* (?:checkout|reset|clean|restore)\b|\bre-?install\b"
+    r"|\b(?:rm|remove|delete|overwrite|unpack)\b"
+)
+_SAVES = re.compile(r"\b(?:cp|mv|save|move)\b")
+_HARMLESS = (
+    *("from PYTHONPATH", "from the other's `after`", "from sys.meta_path", "remove the link"),
+    *("remove it with `cppmega revert", "remove stale locks", "reinstall it for this torch"),
+    *("never a checkpoint without inspecting it", "rm <cached>", "rm <foreign>"),
+)
+"""Remedies that take away what a machine made, or a setting."""
+
+
+def test_no_remedy_destroys_work_before_it_is_saved() -> None:
+    """An edit that is restored away, or a folder that is removed, may be the only copy."""
+    checked = 0
+    for name, causes in errors().items():
+        for remedy in (remedy for cause in causes for remedy in cause.next):
+            destroys = _DESTROYS.search(remedy)
+            if destroys and not any(words in remedy for words in _HARMLESS):
+                saves = _SAVES.search(remedy)
+                assert saves and saves.start() < destroys.start(), f"{name}: {remedy}"
+                checked += 1
+    assert checked >= 4
+
+
 WRONG = (
     ("apply", "--megatron", "/nowhere"),
     ("apply", "--patches", "/nowhere"),

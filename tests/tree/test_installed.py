@@ -13,6 +13,7 @@ import pytest
 from cppmega.errors import CppmegaError
 from cppmega.tree import installed as tree
 from cppmega.tree.installed import Tree
+from tests.support import PATIENCE
 from tests.support.git import run_git
 from tests.support.lab import FILES, REPOSITORY, A, B, Lab
 from tests.support.made import dist_info, pin, write
@@ -323,6 +324,47 @@ def test_version_for_messages(lab: Lab) -> None:
     assert Tree(lab.root).version == "0.20.1rc0"
     (lab.root / "megatron/core/package_info.py").write_bytes(b"MAJOR = (")
     assert Tree(lab.root).version == "unknown"
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_what_a_checkout_loses_by_the_next_command_is_kept(
+    lab: Lab, tmp_path: Path, patched: bool
+) -> None:
+    """The command is run as it is printed, twice: each edit is in a file of its own."""
+    checkout(lab)
+    lab.page()
+    if patched:
+        assert lab.apply().ok
+    here = tmp_path / "here"
+    here.mkdir()
+    for edit in (b"LIMIT = 2", b"LIMIT = 3"):
+        lab.change(A, b"LIMIT = 1", edit)
+        subprocess.run(lab.refused().next, shell=True, cwd=here, check=True, timeout=PATIENCE)
+        assert (lab.root / A).read_bytes() == FILES[A]
+    kept = [file.read_bytes() for file in sorted(here.iterdir())]
+    assert [b"LIMIT = 3" in data for data in kept] == [True, False]
+    assert [b"LIMIT = 2" in data for data in kept] == [False, True]
+
+
+def test_what_a_reinstall_loses_is_kept(lab: Lab, tmp_path: Path) -> None:
+    """pip replaces every file of the package, so all of them are copied before it runs."""
+    lab.wheel()
+    lab.page()
+    lab.change(A, b"LIMIT = 1", b"LIMIT = 2")
+    lab.change(B, b"import os", b"import os  # an edit of a file without a patch")
+    save, _, reinstall = lab.refused().next.partition(" && ")
+    assert reinstall.startswith("pip install --force-reinstall")
+    subprocess.run(save, shell=True, cwd=tmp_path, check=True, timeout=PATIENCE)
+    for path in (A, B):
+        copy = tmp_path / path.replace("megatron/", "megatron.edited/")
+        assert copy.read_bytes() == (lab.root / path).read_bytes() != FILES[path]
+
+
+def test_a_missing_file_needs_no_copy(lab: Lab, tmp_path: Path) -> None:
+    checkout(lab)
+    (lab.root / A).unlink()
+    subprocess.run(Tree(lab.root).restore(A), shell=True, cwd=tmp_path, check=True)
+    assert (lab.root / A).read_bytes() == FILES[A]
 
 
 def test_unpinned_place_says_what_there_is(lab: Lab) -> None:

@@ -178,5 +178,6 @@ def _broken(archive: Path, problem: str) -> CppmegaError:
         "archive-broken",
         f"{archive} cannot be used: {problem}",
         "A corpus with a part missing looks like a complete one.",
-        "copy it again; or remove it, and run the same command where pip reaches a package index",
+        "copy it again; or move it away, and run the same command where pip reaches a package "
+        "index",
     )

@@ -113,7 +113,7 @@ def _resumed_or_new(job: _Job) -> _State:
             "inputs-changed",
             f"{job.out} was started with another archive, or another vocabulary size.",
             "One corpus would contain parts of two.",
-            f"use the same as before, or remove {job.out} and start again",
+            f"use the same as before, or mv {job.out} {job.out}.old and start again",
         )
     return state
 

@@ -73,5 +73,5 @@ def _missing_file(context: Context, path: str) -> CppmegaError:
         "file-gone",
         f"{path} is missing; {who}.",
         "The first module that imports it ends the run, perhaps at its first checkpoint.",
-        foreign_diff.restore(context.session.read_tree(), path),
+        context.session.read_tree().restore(path),
     )

@@ -44,7 +44,7 @@ def _changed_files(context: Context) -> Iterator[CppmegaError]:
                     "original-missing",
                     f"The kept original of {path} is gone from {receipt.FOLDER}/originals.",
                     "Nothing can show what the patches changed there, or revert them.",
-                    f"{foreign_diff.restore(tree, path)}, then python -m cppmega.apply_patches",
+                    f"{tree.restore(path)}, then python -m cppmega.apply_patches",
                 )
             continue
         edit = foreign_diff.difference(context.session, context.receipt, path, kept, now)
@@ -52,6 +52,5 @@ def _changed_files(context: Context) -> Iterator[CppmegaError]:
             "file-changed",
             f"{path} is not what was applied; {edit}",
             "The code there is neither upstream's nor what the patches make of it.",
-            "save the edit, then: " + foreign_diff.restore(tree, path) + ", then "
-            "python -m cppmega.apply_patches",
+            f"{tree.restore(path)}, then python -m cppmega.apply_patches",
         )
