@@ -67,8 +67,8 @@ def obstacle(q: Tensor, k: Tensor, key: Tensor | None = None) -> str | None:
         return "triton is not installed"
     if (too_small := gpu_obstacle(q.device)) is not None:
         return too_small
-    if q.size(2) > 128 or q.size(3) > 128:
-        return f"{q.size(2)} heads of {q.size(3)}: the kernels support at most 128 heads of 128"
+    if not (0 < q.size(2) <= 128 and 0 < q.size(3) <= 128):
+        return f"{q.size(2)} heads of {q.size(3)}: the kernels support 1 to 128 heads of 1 to 128"
     return None
 
 
@@ -129,17 +129,18 @@ def indexer_loss(
         query: the attention's, `[sq, b, attention heads of this rank, d]`; it gets no gradient.
         key: `[sk, b, attention heads or 1, d]`; it gets no gradient.
         topk: how many keys to choose.
-        loss: the definition of the loss; with a coefficient of 0, or without queries or keys, loss
-            and gradients are zeros.
+        loss: the definition of the loss; with a coefficient of 0, or without queries or keys,
+            loss and gradients are zeros.
         bounds: which keys a query may see; causal if omitted.
         rows: `[b, sq]`, which rows count; all if omitted.
         use_relu: apply ReLU to the products.
     """
     bounds = bounds or Bounds()
-    if loss.coefficient == 0 or not (q.numel() and k.numel()):
+    topk = min(topk, k.size(0))
+    empty = 0 in (*q.shape[:2], len(k)) or (loss.sparse and topk == 0)
+    if loss.coefficient == 0 or empty:
         indices = choose_keys(q, k, weights, topk, bounds=bounds, use_relu=use_relu)
         return IndexerOutput(_NoLoss.apply(q, k, weights), indices)  # type: ignore[no-untyped-call]
-    topk = min(topk, k.size(0))
     if obstacle(q, k) is None:
         from cppmega.ops.dsa_indexer_autograd import Call, indexer_loss_on_cuda
 

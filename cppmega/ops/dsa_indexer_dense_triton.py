@@ -361,7 +361,7 @@ class DenseTarget(AttentionTiles):
     ) -> None:
         super().__init__(index, query, key, softmax_scale)
         self.losses = index_lse.new_empty(index.batch, index.sq, index.columns // self.block)
-        mass = float(self.heads * ranks)
+        mass = float(max(self.heads * ranks, 1))
         self.rest = _Rest(index_lse, rows, self.losses, mass, inside_logs)
         self.sum_exponentials((0, index.sq))
 

@@ -64,6 +64,8 @@ def obstacle(q: Tensor, k: Tensor, weights: Tensor, rotary: Rotary) -> str | Non
         return f"the tensors are {', '.join(sorted(map(str, types)))}"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
+    if not q.size(2):
+        return "there are no heads"
     width = rotary.angles.size(-1)
     if width & (width - 1) or width < 2 or rotary.first % width:
         return f"{width} rotated columns from {rotary.first}: not a power of two and its multiple"
@@ -96,7 +98,7 @@ def prepare_index_inputs(
         ValueError: the shapes do not match, or d is not a power of two for `hadamard`.
     """
     _validate(q, k, weights, rotary, hadamard)
-    scale = (q.size(-2) * q.size(-1)) ** -0.5 if scale is None else scale
+    scale = max(q.size(-2) * q.size(-1), 1) ** -0.5 if scale is None else scale
     if obstacle(q, k, weights, rotary) is None:
         out: Inputs = _Prepare.apply(q, k, weights, rotary, hadamard, scale)  # type: ignore[no-untyped-call]
         return out

@@ -38,7 +38,12 @@ def grouped_linear(
 
     Returns:
         `[tokens, N]`.
+
+    Raises:
+        ValueError: there are no weights.
     """
+    if not weights:
+        raise ValueError("there are no weights, which have the number of output columns")
     choice = (list(splits), products, fused, first)
     out: Tensor = _GroupedLinear.apply(x, choice, *weights)  # type: ignore[no-untyped-call]
     return out

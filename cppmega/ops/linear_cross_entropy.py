@@ -247,7 +247,7 @@ def linear_cross_entropy(
         raise _wrong_arguments(f"counted_tokens={counted_tokens} with upstream={upstream!r}")
     name, _ = select_backend(backend, hidden.device, hidden.dtype)
     shape = targets.shape
-    rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
+    rows = hidden.reshape(targets.numel(), hidden.shape[-1]).contiguous()
     flat_targets = targets.reshape(-1).long()
     ignored = flat_targets == ignore_index
     counts = ~ignored

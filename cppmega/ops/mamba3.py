@@ -31,6 +31,8 @@ def mixed(
     Raises:
         CppmegaError: `mixer-no-kernel`, only on a GPU, where there is no fallback for a kernel.
     """
+    if not inputs.x.numel():
+        return reference.without_tokens(inputs, parameters)
     device = inputs.x.device
     if device.type == "cpu":
         bounds = None if boundaries is None else boundaries.tolist()

@@ -104,8 +104,6 @@ def mixed(
             lengths; tokens after the end form a separate document. None: every sequence is one.
         chunk: tokens between two computed states; no result depends on it.
     """
-    if not inputs.x.numel():
-        return without_tokens(inputs, parameters)
     length = inputs.x.size(1)
     ends = sorted({0, length, *(bound for bound in bounds or () if bound < length)})
     parts = [

@@ -91,7 +91,7 @@ def read(tables: Tensor, rows: Tensor, out: Tensor) -> None:
 
     Row 0 reads as zeros. Everything is contiguous.
     """
-    if len(rows):
+    if out.numel():
         _read_kernel[(triton.cdiv(len(rows), BLOCK),)](
             tables, rows, out, len(rows), D=tables.size(1),
             TILE=triton.next_power_of_2(tables.size(1)), BLOCK=BLOCK,
@@ -108,7 +108,7 @@ def add(rows: Tensor, order: Tensor, gradient: Tensor, out: Tensor) -> None:
         gradient: `[n, D]`, contiguous.
         out: `[count, D]`, contiguous.
     """
-    if len(rows):
+    if gradient.numel():
         _sum_kernel[(triton.cdiv(len(rows), PLACES),)](
             rows, order, gradient, out, len(rows), D=out.size(1),
             TILE=triton.next_power_of_2(out.size(1)), PLACES=PLACES, RUN=RUN, num_warps=1,

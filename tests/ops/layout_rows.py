@@ -36,6 +36,7 @@ from tests.ops.test_grouped_linear import products
 Tensors = dict[str, Tensor]
 Layout = Callable[[Tensor], Tensor]
 TOPK = 3
+SB = {"s": 4, "b": 2}
 
 
 class Row(NamedTuple):
@@ -104,19 +105,20 @@ def _choose(starts: Tensor, ends: Tensor, **tensors: Tensor) -> Tensor:
     return dsa_indexer.choose_keys(**tensors, topk=TOPK, bounds=Bounds(starts, ends))
 
 
-def _indexer(sparse: bool, key_heads: int) -> Row:
-    def make(draw: Draw, s: int, b: int, t: int) -> Tensors:
-        attention = {"query": draw(s, b, 2, 16), "key": draw(t, b, key_heads, 16)}
+def _indexer(sparse: bool, key_heads: int, topk: int = TOPK) -> Row:
+    def make(draw: Draw, s: int, b: int, t: int, heads: int) -> Tensors:
+        attention = {"query": draw(s, b, heads, 16), "key": draw(t, b, key_heads, 16)}
         return {**_index(draw, s, b, t), **attention, "rows": draw.below(2, b, s).bool()}
 
     def call(starts: Tensor, ends: Tensor, **tensors: Tensor) -> Any:
         loss = Loss(softmax_scale=0.3, coefficient=0.7, sparse=sparse)
         return dsa_indexer.indexer_loss(
-            **tensors, topk=TOPK, loss=loss, bounds=Bounds(starts, ends)
+            **tensors, topk=topk, loss=loss, bounds=Bounds(starts, ends)
         )
 
-    sizes = {"s": 5, "b": 2, "t": 6}
-    return Row(("dsa_indexer.indexer_loss",), sizes, ("s", "b", "t"), make, call, turns=2)
+    sizes = {"s": 5, "b": 2, "t": 6, "heads": 2}
+    empty = ("s", "b", "t", *(["heads"] if key_heads == 1 else []))
+    return Row(("dsa_indexer.indexer_loss",), sizes, empty, make, call, turns=2)
 
 
 def _attention(heads: int, value: int, rotary: int, absorbed: bool, turns: int = 2) -> Row:
@@ -197,8 +199,12 @@ def _mixed(**tensors: Tensor) -> Tensor:
 
 
 def _losses(upstream: Any) -> Row:
-    def make(draw: Draw, s: int, b: int) -> Tensors:
-        tensors = {"hidden": draw(s, b, 8), "weight": draw(12, 8), "targets": draw.below(12, s, b)}
+    def make(draw: Draw, s: int, b: int, width: int) -> Tensors:
+        tensors = {
+            "hidden": draw(s, b, width),
+            "weight": draw(12, width),
+            "targets": draw.below(12, s, b),
+        }
         return tensors | ({"loss_weights": draw.below(4, s, b) / 4} if upstream else {})
 
     def call(**tensors: Tensor) -> Tensor:
@@ -212,12 +218,16 @@ def _losses(upstream: Any) -> Row:
         )  # type: ignore[return-value]
 
     return Row(
-        ("linear_cross_entropy.linear_cross_entropy",), {"s": 4, "b": 2}, ("s", "b"), make, call
+        ("linear_cross_entropy.linear_cross_entropy",),
+        {**SB, "width": 8},
+        ("s", "b", "width"),
+        make,
+        call,
     )
 
 
-def _table(draw: Draw, s: int, b: int, rows: int) -> Tensors:
-    return {"tables": draw(rows, 8), "rows": draw.below(rows + 1, s, b)}
+def _table(draw: Draw, s: int, b: int, rows: int, dim: int) -> Tensors:
+    return {"tables": draw(rows, dim), "rows": draw.below(rows + 1, s, b)}
 
 
 def _hashed(tokens: Tensor, starts: Tensor) -> Tensor:
@@ -244,12 +254,13 @@ def _grouped(x: Tensor, **weights: Tensor) -> Tensor:
     return grouped_linear(x, [len(x) // 2] * 2, list(weights.values()), products)
 
 
-SB = {"s": 4, "b": 2}
 ROWS: dict[str, Row] = {
     "choose_keys": Row(
         ("dsa_indexer.choose_keys",), {"s": 5, "b": 2, "t": 6}, ("s", "b", "t"), _index, _choose
     ),
     "indexer_loss_dense": _indexer(sparse=False, key_heads=2),
+    "indexer_loss_dense_latent": _indexer(sparse=False, key_heads=1),
+    "indexer_loss_no_keys_chosen": _indexer(sparse=True, key_heads=1, topk=0),
     "indexer_loss_sparse": _indexer(sparse=True, key_heads=1),
     "indexer_loss_sparse_per_head": _indexer(sparse=True, key_heads=2),
     "attention_absorbed": _attention(2, 16, 16, absorbed=True),
@@ -274,7 +285,8 @@ ROWS: dict[str, Row] = {
     "linear_cross_entropy": _losses(None),
     "linear_cross_entropy_weighted": _losses("weighted-scalar"),
     "ngram_lookup": Row(
-        ("ngram_hash.lookup",), {**SB, "rows": 5}, ("s", "b"), _table, ngram_hash.lookup
+        ("ngram_hash.lookup",), {**SB, "rows": 5, "dim": 8}, ("s", "b", "dim"), _table,
+        ngram_hash.lookup,
     ),
     "ngram_rows": Row(
         ("ngram_hash.table_rows",), SB, ("s", "b"),

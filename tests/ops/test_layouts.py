@@ -15,8 +15,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from cppmega.ops.dsa_indexer_prologue import Rotary, prepare_index_inputs
+from cppmega.ops.grouped_linear import grouped_linear
 from tests.ops.in_interpreter import run
 from tests.ops.layout_rows import ROWS, check
+from tests.ops.test_grouped_linear import products
 from tests.support import REPOSITORY
 
 PENDING = {"m2rnn.m2rnn", "packed_conv.packed_conv"}
@@ -48,6 +51,18 @@ def test_every_public_op_has_a_row() -> None:
                     ops.add(f"{path.stem}.{node.name}")
     rows = {op for row in ROWS.values() for op in row.ops}
     assert ops - NO_OPS - PENDING == rows
+
+
+def test_a_prologue_without_heads() -> None:
+    k, weights, angles = torch.ones(2, 1, 4), torch.ones(2, 1, 0), torch.zeros(2, 1, 1, 4)
+    q = torch.ones(2, 1, 0, 4)
+    found = prepare_index_inputs(q, k, weights, Rotary(angles=angles), hadamard=False)
+    assert found[0].shape == q.shape and found[1].equal(k)
+
+
+def test_a_group_without_experts() -> None:
+    with pytest.raises(ValueError, match="no weights"):
+        grouped_linear(torch.ones(0, 4), [], [], products)
 
 
 @pytest.mark.slow
