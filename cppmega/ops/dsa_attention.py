@@ -34,6 +34,7 @@ from cppmega.ops.dsa_attention_problem import Absorbed, is_wide
 from cppmega.ops.dsa_attention_wide_tiles import wide_obstacle
 from cppmega.ops.dsa_indexer_device import Gpu, gpu_obstacle, gpu_of
 from cppmega.ops.dsa_indexer_problem import Bounds
+from cppmega.ops.kernel_choice import debugging
 
 
 def obstacle(query: Tensor, key: Tensor, value: Tensor | int) -> str | None:
@@ -99,8 +100,10 @@ def sparse_attention(
         query: `[sq, b, heads, d]`.
         key: `[sk, b, 1, d]`, or `[sk, b, heads, d]`.
         value: `[sk, b, heads or 1, v]`; or, absorbed, the number of the key's columns that form it.
-        indices: `[b, sq, topk]`, integers in any order, each key at most once in a row; an entry
-            outside `0 <= key < sk`, such as -1, is not a key.
+        indices: `[b, sq, topk]`, integers in any order; an entry outside `0 <= key < sk`, such as
+            -1, is not a key. Each key occurs at most once in a row: how often a repeated one counts
+            differs between kernels, and between their forward and backward. With TRITON_DEBUG=1,
+            every call checks that.
         softmax_scale: factor on the products.
         bounds: which of the chosen keys a query may see; causal if omitted.
         repeatable: sum the gradient of the keys in a fixed order; None follows torch's
@@ -111,8 +114,11 @@ def sparse_attention(
 
     Raises:
         ValueError: `indices` is not `[b, sq, topk]`, or the widths do not match.
+        RuntimeError: a key is repeated, with TRITON_DEBUG=1; on CUDA as a device-side assertion.
     """
     _check(query, key, value, indices)
+    if debugging():
+        _check_repeated(indices, key.size(0))
     starts, ends = bounds or Bounds()
     if obstacle(query, key, value) is None:
         if isinstance(value, int):
@@ -126,6 +132,15 @@ def sparse_attention(
     values = key[..., :value] if isinstance(value, int) else value
     seen = reference.visible(indices, key.size(0), starts, ends)
     return reference.attention(query, key, values, indices, seen, softmax_scale)
+
+
+def _check_repeated(indices: Tensor, sk: int) -> None:
+    ordered = indices.sort(-1).values
+    later = ordered[..., 1:]
+    repeated = (later == ordered[..., :-1]) & (later >= 0) & (later < sk)
+    torch._assert_async(
+        ~repeated.any(), "sparse_attention: a key occurs more than once in a row of the indices"
+    )
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor | int, indices: Tensor) -> None:

@@ -83,7 +83,7 @@ def per_head(
         query: `[sq, b, heads, d]`.
         key: `[sk, b, heads or 1, d]`.
         value: `[sk, b, heads or 1, v]`.
-        indices: `[b, sq, topk]`, integers in any order; a key that is repeated counts once.
+        indices: as for `dsa_attention.sparse_attention`.
         softmax_scale: factor on the products.
         starts: first key of a row, `[sq]` or `[b, sq]`; None for both is causal.
         ends: the key after the last one of a row.

@@ -1,7 +1,7 @@
 """One bit per query and key: which keys were chosen, for products of complete tiles.
 
-The bits of the keys that a query chose and may see are set by atomic or in zeroed memory, so a
-repeated entry counts once, and the order of entries does not matter.
+The bits of the keys that a query chose and may see are set by atomic or in zeroed memory, so the
+order of entries does not matter.
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import os
 import sys
 import warnings
 
@@ -13,6 +15,12 @@ def interpreted() -> bool:
     """Whether Triton's interpreter runs kernels, as it does on a CPU."""
     triton = sys.modules.get("triton")
     return triton is not None and bool(triton.knobs.runtime.interpret)
+
+
+@functools.cache
+def debugging() -> bool:
+    """Whether the values of arguments are checked too: with Triton's own TRITON_DEBUG=1."""
+    return os.environ.get("TRITON_DEBUG", "").lower() in ("1", "true", "on", "yes", "y")
 
 
 def taken(what: str, tensor: Tensor, obstacle: str | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from cppmega.ops.dsa_attention import (  # noqa: E402
 )
 from cppmega.ops.dsa_indexer_device import Gpu  # noqa: E402
 from cppmega.ops.dsa_indexer_problem import Bounds  # noqa: E402
+from cppmega.ops.kernel_choice import debugging  # noqa: E402
 from tests.ops.in_interpreter import run  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -23,6 +25,24 @@ pytestmark = pytest.mark.slow
 
 def normal(*shape: int) -> Any:
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("debug", ["1", "0"])
+def test_a_repeated_key_is_an_error_in_debug_mode(
+    debug: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, key = normal(3, 1, 2, 6), normal(5, 1, 1, 6)
+    once = torch.tensor([[[0, -1, -1], [7, 7, 1], [2, 1, 0]]])
+    monkeypatch.setenv("TRITON_DEBUG", debug)
+    debugging.cache_clear()
+    try:
+        sparse_attention(query, key, 4, once, 0.3)
+        with ExitStack() as stack:
+            if debug == "1":
+                stack.enter_context(pytest.raises(RuntimeError, match="more than once in a row"))
+            sparse_attention(query, key, 4, once.index_fill(2, torch.tensor([2]), 0), 0.3)
+    finally:
+        debugging.cache_clear()
 
 
 # The reference
