@@ -91,7 +91,7 @@ def start(root: Path | None = None, *, inherited: bool = False) -> Guard:
     global _GUARD
     if not inherited:
         interpreter.check()
-        run_ledger.join_or_forget(os.environ, env.OVERLAY.name, env.ROOT.name)
+        run_ledger.join_or_forget(os.environ, env.OVERLAY.name, env.ROOT.name, env.PYTHON.name)
     witness.install()
     if root is not None:
         imported.only_from(root)
@@ -415,4 +415,5 @@ def _pass_to_children(guard: Guard) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([child_processes.BOOTSTRAP, *others])
     os.environ[env.OVERLAY.name] = guard.receipt.digest
     os.environ[env.ROOT.name] = str(guard.session.root)
+    os.environ[env.PYTHON.name] = child_processes.this_python()
     os.environ[env.GUARDED_BY.name] = run_ledger.address() or run_ledger.open_new()

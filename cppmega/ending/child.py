@@ -17,7 +17,7 @@ def join_or_die() -> None:
 
     Steps that this process takes are checked like those of any rank.
     """
-    run_ledger.join_or_forget(os.environ, env.OVERLAY.name, env.ROOT.name)
+    run_ledger.join_or_forget(os.environ, env.OVERLAY.name, env.ROOT.name, env.PYTHON.name)
     overlay, root = env.OVERLAY.read(), env.ROOT.read()
     if not overlay:
         return

@@ -122,6 +122,12 @@ GUARDED_BY = Variable(
     str,
     of_one_run=True,
 )
+PYTHON = Variable(
+    "CPPMEGA_PYTHON",
+    "version and prefix of the Python whose child processes join the run; set by cppmega.run",
+    str,
+    of_one_run=True,
+)
 RUN = Variable(
     "CPPMEGA_RUN",
     "the run folder; set by cppmega launch for its ranks",
@@ -132,7 +138,7 @@ RUN = Variable(
 VARIABLES: tuple[Variable[object], ...] = (
     *(CACHE, RUNS, ALLOW_WRAPPER, LINEAR_CE_KERNEL, LINEAR_CE_UPSTREAM),
     *(INDEX_CACHE, DSA_INDEX_PATTERN, NGRAM_HASH, STRUCTURE, MAMBA3, M2RNN),
-    *(OVERLAY, ROOT, GUARDED_BY, RUN),
+    *(OVERLAY, ROOT, GUARDED_BY, PYTHON, RUN),
 )
 NAMES = frozenset(variable.name for variable in VARIABLES)
 OF_ONE_RUN = tuple(variable.name for variable in VARIABLES if variable.of_one_run)

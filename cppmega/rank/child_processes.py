@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -144,6 +145,18 @@ def _name(words: Sequence[str], why: str, where: str) -> None:
     )
 
 
+def this_python() -> str:
+    """The environment of this Python, as the sitecustomize recognizes it in a child process."""
+    return f"{sys.implementation.cache_tag} {os.path.realpath(sys.prefix)}"
+
+
+def _is_this_python(word: str) -> bool:
+    """Whether a command starts this environment's Python; a link to its base counts as it."""
+    found = Path(shutil.which(word) or word)
+    homes = (found.parent.resolve().parent, found.resolve().parent.parent)
+    return word == sys.executable or Path(sys.prefix).resolve() in homes
+
+
 def _is_python(words: Sequence[str]) -> bool:
     if not words:
         return False
@@ -155,8 +168,12 @@ def _reason_without_guard(words: Sequence[str], environ: Mapping[str, str]) -> s
     deaf = sorted(_options(words) & _DEAF)
     if deaf:
         return f"python -{''.join(deaf)}"
-    if env.GUARDED_BY.read(environ) != run_ledger.address():
-        return f"{env.GUARDED_BY.name} is not in its environment"
+    if not _is_this_python(words[0]):
+        return "it is a Python of another environment"
+    own = {env.GUARDED_BY: run_ledger.address(), env.PYTHON: this_python()}
+    for variable, value in own.items():
+        if variable.read(environ) != value:
+            return f"{variable.name} is not in its environment"
     for folder in environ.get("PYTHONPATH", "").split(os.pathsep):
         if folder == BOOTSTRAP:
             return ""

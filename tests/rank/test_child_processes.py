@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import venv
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,6 +40,16 @@ def tell(queue):
     queue.put(1)
     time.sleep(60)
 """
+
+
+def _elsewhere(name: str) -> str | None:
+    """A program on the path whose Python runs here, and is of another environment."""
+    code = "import sys; sys.stdout.write(sys.prefix)"
+    found = shutil.which(name)
+    if found is None:
+        return None
+    done = subprocess.run([found, "-S", "-c", code], capture_output=True, text=True)
+    return found if done.returncode == 0 and done.stdout != sys.prefix else None
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +95,41 @@ def test_a_spawned_process_that_trains_is_checked_like_any_rank(bench: Bench, me
     code, _, err = start(bench, body.format("train", ""))
     assert code == 0 and "reached: double_doubles" in err, err
     assert "no step was seen: processes that this one started took their own (1 of them)" in err
+
+
+OTHERS = [
+    path
+    for name in ("python2.7", "python3.6", "python3.9", "python3.11", "python3.13", "python3")
+    if (path := _elsewhere(name))
+]
+"""Pythons of this machine that are not those of this environment."""
+
+
+@pytest.mark.parametrize("flags", [(), ("-s",)])
+def test_a_python_of_another_environment_finds_itself_as_it_is(
+    bench: Bench, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    """As make's, Slurm's and a cloud's tools are: they fail on stderr, or on others' packages."""
+    venv.create(tmp_path / "other", with_pip=False)
+    tells = "import json, sys; print(json.dumps([sys.path, sorted(sys.modules)]))"
+    for other in [str(tmp_path / "other" / "bin" / "python"), *OTHERS]:
+        body = f"""
+kept = {{k: v for k, v in os.environ.items() if k != "PYTHONPATH"}}
+guarded = {{**kept, "PYTHONPATH": os.environ["PYTHONPATH"].partition(os.pathsep)[0]}}
+for environment in (guarded, kept):
+    told = subprocess.run([{other!r}, *{flags!r}, "-c", {tells!r}], env=environment,
+                          capture_output=True, text=True)
+    print("TOLD", json.dumps([told.returncode, told.stderr, json.loads(told.stdout)]))
+train()"""
+        code, out, err = start(bench, f"import json{body}")
+        assert code == 0 and "a Python of another environment" in err, err
+        told = [json.loads(line[5:]) for line in out.splitlines() if line.startswith("TOLD ")]
+        (status, said, (path, modules)), alone = told
+        assert (status, said) == (0, "") and path[1:] == [
+            child_processes.BOOTSTRAP,
+            *alone[2][0][1:],
+        ]
+        assert not [name for name in modules if name.startswith("cppmega")]
 
 
 def test_a_child_behind_a_broken_sitecustomize_joins(bench: Bench, tmp_path: Path) -> None:
