@@ -87,6 +87,7 @@ def verify() -> None:
     from megatron.core.tensor_parallel import layers
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    from cppmega.ops import weight_gradient
     from cppmega.proof import cpu_shims
 
     cpu_shims.init_distributed()
@@ -97,12 +98,48 @@ def verify() -> None:
         use_cpu_initialization=True,
         gradient_accumulation_fusion=True,
     )
-    with mock.patch.object(layers, "_grad_accum_fusion_available", False):  # with apex, too
-        layer = layers.ColumnParallelLinear(
-            8, 6, config=config, init_method=torch.nn.init.normal_, bias=False
-        )
-        layer.weight.main_grad = torch.ones(6, 8)
-        x, upstream = torch.randn(5, 2, 8), torch.randn(5, 2, 6)
-        layer(x)[0].backward(upstream)
-    exact = 1 + upstream.flatten(0, 1).double().t() @ x.flatten(0, 1).double()
-    torch.testing.assert_close(layer.weight.main_grad.double(), exact, rtol=1e-5, atol=1e-5)
+    bf16, fp32 = torch.bfloat16, torch.float32
+    products = []
+
+    def addmm(total, a, b, out, out_dtype=None):  # type: ignore[no-untyped-def]
+        products.append(out_dtype)
+        out.copy_(total.double() + a.double() @ b.double())
+
+    def apex(x, gradient, total):  # type: ignore[no-untyped-def]
+        products.append("apex")
+        total.add_((gradient.double().t() @ x.double()).to(total.dtype))
+
+    kernels = mock.Mock(wgrad_gemm_accum_fp32=apex, wgrad_gemm_accum_fp16=apex)
+
+    def check(of_x, of_total, has_apex, on_gpu, wanted):  # type: ignore[no-untyped-def]
+        products.clear()
+        with (
+            mock.patch.object(layers, "_grad_accum_fusion_available", has_apex),
+            mock.patch.object(layers, "fused_weight_gradient_mlp_cuda", kernels, create=True),
+        ):
+            layer = layers.ColumnParallelLinear(
+                8, 6, config=config, init_method=torch.nn.init.normal_, bias=False
+            ).to(of_x)
+            total = layer.weight.main_grad = torch.ones(6, 8, dtype=of_total)
+            exact = torch.ones(6, 8, dtype=torch.float64)
+            for _ in range(2):  # micro-batches
+                x, upstream = torch.randn(5, 2, 8, dtype=of_x), torch.randn(5, 2, 6, dtype=of_x)
+                out = layer(x)[0]
+                with (
+                    mock.patch.object(weight_gradient, "MIXED", True),
+                    mock.patch.object(torch, "addmm", addmm if on_gpu else torch.addmm),
+                    mock.patch.object(torch.Tensor, "is_cuda", on_gpu),
+                ):
+                    out.backward(upstream)
+                exact += upstream.flatten(0, 1).double().t() @ x.flatten(0, 1).double()
+        rtol = 1e-5 if of_total is fp32 else 2e-2
+        torch.testing.assert_close(total.double(), exact, rtol=rtol, atol=10 * rtol)
+        assert products == wanted * 2, (of_x, of_total, has_apex, on_gpu, products)
+
+    check(fp32, fp32, False, False, [])
+    check(bf16, fp32, False, False, [])
+    check(bf16, bf16, False, False, [])
+    check(bf16, fp32, False, True, [fp32])
+    check(bf16, bf16, False, True, [None])
+    check(bf16, fp32, True, False, ["apex"])
+    check(bf16, bf16, True, False, ["apex"])

@@ -73,35 +73,110 @@ def fixed_upstream(source: Source) -> bool:
 
 
 def verify() -> None:
+    from unittest import mock
+
     import torch
+    from megatron.core import rerun_state_machine as reruns
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer import TransformerConfig
+    from torch.overrides import TorchFunctionMode
 
     from cppmega.proof import cpu_shims, host_sync
 
     cpu_shims.shim()
     cpu_shims.init_distributed()
-    for overlaps in (False, True):
+    nan, inf = float("nan"), float("inf")
+
+    class OnCpu(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            on_cpu = {"device": "cpu"} if "device" in (kwargs or {}) else {}
+            return function(*args, **{**(kwargs or {}), **on_cpu})
+
+    def chunk(**checked):  # type: ignore[no-untyped-def]
         model = torch.nn.Sequential(*(torch.nn.Linear(3, 3, bias=False) for _ in range(3)))
-        ddp = DistributedDataParallel(
+        model[1].weight.allreduce = False  # of an expert
+        return DistributedDataParallel(
             TransformerConfig(num_layers=1, hidden_size=3, num_attention_heads=1),
-            DistributedDataParallelConfig(
-                overlap_grad_reduce=overlaps, bucket_size=9, check_for_nan_in_grad=True
-            ),
+            DistributedDataParallelConfig(bucket_size=9, check_for_nan_in_grad=True, **checked),
             model,
         )
-        for value in (1.0, float("nan"), float("inf"), 1.0):
-            ddp.zero_grad_buffer()
+
+    def backward(ddp, value=1.0, place=0):  # type: ignore[no-untyped-def]
+        """The gradient of one layer is multiplied by a value."""
+        ddp.zero_grad_buffer()
+        x = torch.ones(2, 3)
+        for at, layer in enumerate(ddp.module):
+            weight = layer.weight * 1.0
+            if at == place:
+                weight.register_hook(lambda gradient: gradient * value)
+            x = x @ weight.t()
+        x.sum().backward()
+
+    def refusal(finish):  # type: ignore[no-untyped-def]
+        try:
+            finish()
+        except RuntimeError as error:
+            assert "in local grad norm for bucket #0" in str(error), error
+            return True
+        return False
+
+    for overlaps in (False, True):
+        ddp = chunk(overlap_grad_reduce=overlaps)
+        for value, place in ((1.0, 0), (nan, 0), (inf, 1), (1.0, 1), (nan, 2)):
             with host_sync.no_host_sync():
-                (value * ddp(torch.ones(2, 3))).sum().backward()
-            refused = ""
-            try:
-                ddp.finish_grad_sync()
-            except RuntimeError as error:
-                refused = str(error)
-            if value == 1.0:
-                assert not refused, refused
-            else:
-                assert "in local grad norm for bucket #0" in refused, (
-                    f"a gradient that is {value} was accepted: {refused}"
-                )
+                backward(ddp, value, place)
+            assert refusal(ddp.finish_grad_sync) == (value != 1.0), (overlaps, value, place)
+    ddp = chunk()
+    backward(ddp, nan)
+    for group in ddp.bucket_groups:
+        group.start_grad_sync()
+        group.grad_reduce_handle = None
+    backward(ddp)
+    assert refusal(ddp.finish_grad_sync), "norms of a reduction that nobody finished are forgotten"
+    ddp = chunk(check_for_large_grads=True)
+    backward(ddp, nan)
+    assert refusal(ddp.bucket_groups[-1].start_grad_sync) or refusal(
+        ddp.bucket_groups[0].start_grad_sync
+    ), "a check for size waits"
+
+    # Megatron runs a step again whose results it rejects, and compares those of the same number.
+    def passes(value, place, repeats):  # type: ignore[no-untyped-def]
+        count = 0
+        while machine.should_run_forward_backward(None):
+            count += 1
+            backward(chunks[1], value if count == 1 or repeats else 1.0, place)
+            backward(chunks[0])
+            for each in chunks:
+                each.finish_grad_sync()
+        return count, machine.should_checkpoint_and_exit()[1:]
+
+    one_pass, exits = (1, (False, 0)), {True: 16, False: 17}
+    for overlaps in (False, True):
+        for value, place, repeats in ((nan, 0, True), (inf, 2, False), (nan, 1, True)):
+            reruns.destroy_rerun_state_machine()
+            reruns.initialize_rerun_state_machine(mode=reruns.RerunMode.VALIDATE_RESULTS)
+            machine = reruns.get_rerun_state_machine()
+            chunks = [chunk(overlap_grad_reduce=overlaps) for _ in range(2)]
+            with (
+                mock.patch.object(torch.cuda, "get_rng_state", lambda *_: torch.zeros(1)),
+                mock.patch.object(torch.cuda, "set_rng_state", lambda *_: None),
+                OnCpu(),
+            ):
+                for _ in range(2):
+                    assert passes(1.0, 0, True) == one_pass, "a finite step runs again"
+                found = passes(value, place, repeats)
+            assert found == (2, (True, exits[repeats])), (overlaps, value, place, repeats, found)
+    reruns.destroy_rerun_state_machine()
+    reruns.initialize_rerun_state_machine(mode=reruns.RerunMode.VALIDATE_RESULTS)
+    machine = reruns.get_rerun_state_machine()
+    with (
+        mock.patch.object(torch.cuda, "get_rng_state", lambda *_: torch.zeros(1)),
+        mock.patch.object(torch.cuda, "set_rng_state", lambda *_: None),
+        OnCpu(),
+    ):
+        passes(1.0, 0, True)
+        with (
+            mock.patch.object(machine.error_injector, "should_inject_errors", True),
+            mock.patch.object(machine.error_injector, "maybe_inject", lambda: True),
+        ):
+            assert passes(1.0, 0, True)[0] == 2, "an injected error has no check to act on"

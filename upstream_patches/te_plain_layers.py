@@ -132,7 +132,7 @@ def verify() -> None:
     class Linear(torch.nn.Module):
         def forward(self, x, **ignored):  # type: ignore[no-untyped-def]
             prepared.append(self)
-            return x @ self.weight.t()
+            return x @ self.weight.t().to(x.dtype)
 
     class GroupedLinear(torch.nn.Module):
         def forward(self, x, splits, **ignored):  # type: ignore[no-untyped-def]
@@ -144,8 +144,9 @@ def verify() -> None:
             super().__init__()
             self.weight = torch.nn.Parameter(torch.rand(normalized_shape or hidden_size) + 1)
 
-        def forward(self, x):  # type: ignore[no-untyped-def]
-            raise AssertionError("a fuser is built for a single norm")
+        def forward(self, x, *more, **named):  # type: ignore[no-untyped-def]
+            prepared.append(self)
+            return x
 
         def op_forward(self, ctx, x, before, after):  # type: ignore[no-untyped-def]
             scale = x.square().mean(-1, keepdim=True).rsqrt()
@@ -178,49 +179,133 @@ def verify() -> None:
         return made
 
     x = torch.randn(5, 2, 4, dtype=torch.bfloat16, requires_grad=True)
-    on_gpu = mock.patch.object(te_layers, "_computes_plainly", lambda x, weight: True)
+    yes, no = (lambda: True), (lambda: False)
+    states = SimpleNamespace(is_fp8_enabled=no, is_fp8_calibration=no)
+    debug = SimpleNamespace(debug_enabled=False)
+    module = SimpleNamespace(
+        FP8GlobalStateManager=states, TEDebugState=debug, is_cpu_offload_enabled=no
+    )
+    on_gpu = mock.patch.object(torch.Tensor, "is_cuda", True)
+    loaded = mock.patch.dict(sys.modules, {te_layers._LINEAR: module})
     quantized = mock.patch.object(
         te, "_get_fp8_autocast_for_quant_params", mock.MagicMock(), create=True
     )
-    with on_gpu, quantized:
+
+    def calls(called, *given, **named):  # type: ignore[no-untyped-def]
+        """How often Transformer Engine computes a call itself."""
+        before = len(prepared)
+        called(*given, **named)
+        return len(prepared) - before
+
+    class Quantized(torch.nn.Parameter):
+        pass
+
+    class Gathered(torch.Tensor):
+        pass
+
+    gathered = layer()
+    gathered.weight.__fsdp_param__ = True
+    wide = layer().float()
+    late = SimpleNamespace(delay_wgrad_compute=yes)
+    with on_gpu, loaded, quantized:
         mine = layer()
         out, bias = mine(x)
         assert not prepared, "Transformer Engine prepares for quantization"
         assert bias is None and out.equal(x @ mine.weight.t())
-        out.float().sum().backward()
-        exact = x.detach().double().flatten(0, 1).sum(0).expand(3, 4)
-        torch.testing.assert_close(mine.weight.grad.double(), exact, rtol=1e-2, atol=1e-2)
-        for other in ({"tp_size": 2}, {"use_bias": True}, {"te_quant_params": object()}):
-            before = len(prepared)
-            layer(**other)(x)
-            assert len(prepared) == before + 1, f"a product alone cannot compute {other}"
+        fused = layer(fuse_wgrad_accumulation=True)
+        fused.weight.main_grad = torch.ones(3, 4)
+        sums = fused(x)[0]
+        assert not prepared, "Transformer Engine prepares for quantization"
+        for other in (
+            {"tp_size": 2},
+            {"use_bias": True},
+            {"te_quant_params": object()},
+            {"fsdp_group": object()},
+            {"wgrad_store": late},
+            {"config": SimpleNamespace(cpu_offloading=True)},
+            {"weight": Quantized(torch.randn(3, 4, dtype=torch.bfloat16))},
+        ):
+            assert calls(layer(**other), x) == 1, f"a product alone cannot compute {other}"
+        assert not calls(layer(wgrad_store=SimpleNamespace(delay_wgrad_compute=no)), x)
+        assert calls(gathered, x) == calls(wide, x.float()) == calls(mine, x.half()) == 1
+        assert calls(mine, x.as_subclass(Gathered)) == 1
+        for now in (
+            mock.patch.object(states, "is_fp8_enabled", yes),
+            mock.patch.object(states, "is_fp8_calibration", yes),
+            mock.patch.object(module, "is_cpu_offload_enabled", yes),
+            mock.patch.object(debug, "debug_enabled", True),
+            torch.autocast("cpu", torch.bfloat16),
+            mock.patch.object(torch.compiler, "is_compiling", yes),
+            mock.patch.object(torch.Tensor, "is_cuda", False),
+        ):
+            with now:
+                assert calls(mine, x) == 1, "a product alone is not what happens now"
+            assert not calls(mine, x)
+        with mock.patch.object(module, "TEDebugState", None):  # before it could debug
+            assert not calls(mine, x)
         # As ModelOpt quantizes: in the call of a layer, the function that it calls is replaced.
-        theirs = {te_layers._LINEAR: SimpleNamespace(Linear=Linear, _Linear=_Linear)}
-        with mock.patch.dict(sys.modules, theirs):
-            before = len(prepared)
-            mine(x)
-            assert len(prepared) == before, "Transformer Engine prepares for quantization"
+        with mock.patch.multiple(module, create=True, Linear=Linear, _Linear=_Linear):
+            assert not calls(mine, x), "Transformer Engine prepares for quantization"
             with mock.patch.object(_Linear, "apply", mock.Mock()):
-                mine(x)
-            assert len(prepared) == before + 1, "a function that quantizes is left out"
+                assert calls(mine, x) == 1, "a function that quantizes is left out"
+    upstream = torch.randn(5, 2, 3)
+    exact = upstream.double().flatten(0, 1).t() @ x.detach().double().flatten(0, 1)
+    torch.autograd.backward((out, sums), (upstream.bfloat16(),) * 2)
+    for found, wanted in ((mine.weight.grad, exact), (fused.weight.main_grad, 1 + exact)):
+        torch.testing.assert_close(found.double(), wanted, rtol=5e-2, atol=5e-2)
 
-    def products(weights, parts, out, *ignored, layout, **more):  # type: ignore[no-untyped-def]
+    added = []
+
+    def products(a, b, out, *ignored, layout, accumulate=False, **more):  # type: ignore[no-untyped-def]
+        if layout == "NT":  # weight gradients
+            added.append(accumulate)
+            for given, rows, total in zip(b, a, out, strict=True):
+                total.copy_(given.t().to(total) @ rows.to(total) + accumulate * total)
+            return
         found = [
             part @ (weight.t() if layout == "TN" else weight)
-            for weight, part in zip(weights, parts, strict=True)
+            for weight, part in zip(a, b, strict=True)
         ]
         out[0].copy_(torch.cat(found))
 
     theirs = {te_layers._PRODUCTS: SimpleNamespace(general_grouped_gemm=products)}
-    with on_gpu, quantized, mock.patch.dict(sys.modules, theirs):
-        before, rows = len(prepared), torch.randn(5, 4, dtype=torch.bfloat16)
-        two = layer(te.TEGroupedLinear, ("weight0", "weight1"))
-        out, bias = two(rows, [2, 3])
-        assert len(prepared) == before, "Transformer Engine prepares for quantization"
-        wanted = [rows[:2] @ two.weight0.t(), rows[2:] @ two.weight1.t()]
-        assert bias is None and out.equal(torch.cat(wanted)) and not two.is_first_microbatch
-        layer(te.TEGroupedLinear, ("weight0", "weight1"), use_bias=True)(rows, [2, 3])
-        assert len(prepared) == before + 1, "products alone cannot add a bias"
+    rows, names = torch.randn(5, 4, dtype=torch.bfloat16), ("weight0", "weight1")
+    upstream = torch.randn(5, 3, dtype=torch.bfloat16)
+
+    def experts(**changed):  # type: ignore[no-untyped-def]
+        return layer(te.TEGroupedLinear, names, **changed)
+
+    for changed, adds in (
+        ({"fuse_wgrad_accumulation": True}, [False, True]),
+        ({"fuse_wgrad_accumulation": True, "is_first_microbatch": False}, [True, True]),
+        ({"fuse_wgrad_accumulation": True, "disable_parameter_transpose_cache": True}, [True] * 2),
+        ({}, [False, False]),
+    ):
+        two = experts(**changed)
+        for name in names if changed else ():
+            getattr(two, name).main_grad = torch.ones(3, 4)
+        for _ in range(2):  # micro-batches
+            with on_gpu, loaded, quantized, mock.patch.dict(sys.modules, theirs):
+                before = len(prepared)
+                out, bias = two(rows, [2, 3])
+                assert len(prepared) == before, "Transformer Engine prepares for quantization"
+            wanted = [rows[:2] @ two.weight0.t(), rows[2:] @ two.weight1.t()]
+            assert bias is None and out.equal(torch.cat(wanted)) and not two.is_first_microbatch
+            out.backward(upstream)
+        assert added == [each for each in adds for _ in range(1)], (changed, added)
+        added.clear()
+    with on_gpu, loaded, quantized, mock.patch.dict(sys.modules, theirs):
+        for other in (
+            {"use_bias": True},
+            {"single_grouped_weight": True},
+            {"use_grouped_tensor": True},
+        ):
+            assert calls(experts(**other), rows, [2, 3]) == 1, f"products cannot compute {other}"
+        assert not calls(experts(), rows, [2, 3])
+        assert calls(experts(), rows[:, None], [2, 3]) == 1, "rows of more dimensions"
+        assert calls(experts(), rows, (2, 3)) == 1, "counts that stay on the device"
+        with mock.patch.object(states, "is_fp8_enabled", yes):
+            assert calls(experts(), rows, [2, 3]) == 1, "quantized products"
     config = SimpleNamespace(
         **dict.fromkeys(("sequence_parallel", "layernorm_zero_centered_gamma"), False),
         **dict.fromkeys(("fused_residual_rmsnorm",), False),
@@ -236,3 +321,11 @@ def verify() -> None:
     wanted = torch.autograd.grad(exact, (values, norm.weight), upstream)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other)
+    assert not calls(norm, values), "a fuser is built for a single norm"
+    assert calls(norm, values, None) == calls(norm, values, named=None) == 1
+    with mock.patch.object(torch.compiler, "is_compiling", yes):
+        assert calls(norm, values) == 1, "the operation cannot be traced"
+    with mock.patch.object(RMSNorm, "forward", lambda self, x: prepared.append(x)):
+        assert calls(norm, values) == 1, "somebody's own forward is left out"
+    norm.to("meta")
+    assert calls(norm, values) == 1, "a weight without values"
