@@ -66,6 +66,8 @@ def definition_of(page_function: Callable[..., Any]) -> NodeEdit:
 def replacing(old: str, new: str, times: int = 1) -> NodeEdit:
     """Replace an expression, statements, or the head of a compound statement (`with a, b:`).
 
+    `name=value` is a statement, or a keyword argument of calls if the target has no such statement.
+
     Args:
         old: the code to replace, in any layout.
         new: the replacement; "" deletes statements.
@@ -76,13 +78,16 @@ def replacing(old: str, new: str, times: int = 1) -> NodeEdit:
     def edit(node: cst.CSTNode) -> cst.CSTNode:
         from cppmega.rewriting import node_edits
 
-        return node_edits.exactly(node_edits.swap_for(old, new), node, old, times)
+        return node_edits.replaced(old, new, node, times)
 
     return repeatable(edit, old)
 
 
 def inserting(text: str, *, before: str = "", after: str = "") -> NodeEdit:
-    """Insert statements before or after one statement (or consecutive statements) of the target."""
+    """Insert statements before or after one statement (or consecutive statements) of the target.
+
+    Of a compound statement, the head is enough: `if x is None:`.
+    """
     anchor = textwrap.dedent(before or after).strip()
     added = textwrap.dedent(text).strip()
 
@@ -100,14 +105,14 @@ def inserting(text: str, *, before: str = "", after: str = "") -> NodeEdit:
 
 
 def appending(text: str) -> NodeEdit:
-    """Add statements at the end of the target's body."""
+    """Add statements at the end of the target's body, or a method at the end of a class."""
     added = textwrap.dedent(text).strip()
 
     @repeatable
     def edit(node: cst.CSTNode) -> cst.CSTNode:
         from cppmega.rewriting import node_edits
 
-        return node_edits.with_last(node_edits.function(node), node_edits.statements(added))
+        return node_edits.with_last(node, node_edits.statements(added))
 
     return edit
 

@@ -13,6 +13,9 @@ from cppmega.overlay import receipt
 from cppmega.overlay.diagnose import view
 from cppmega.overlay.survey import MISSING, Survey
 from cppmega.page import Edit, Page
+from cppmega.rewriting import undefined_names
+from cppmega.rewriting.kernels import functions_naming
+from cppmega.rewriting.source import decode, parse
 from cppmega.tree.installed import Tree, distribution_of
 from cppmega.tree.resolve import label_of
 
@@ -46,7 +49,7 @@ def new(
 
     Raises:
         CppmegaError: `bad-name`, `page-exists`, `bad-target`, `target-absent`, `target-ambiguous`,
-            `law-header`.
+            `target-is-a-variable`, `law-header`.
     """
     if not re.match(r"[a-z][a-z0-9_]*\Z", name):
         raise CppmegaError(
@@ -100,6 +103,7 @@ def _fingerprint(tree: Tree, target: str) -> str:
     file = view(tree, receipt.load(tree), edit.path, {})
     text = Survey(tree).fingerprint(file.pristine or file.current, edit)
     if text == MISSING:
+        _refuse_variable(target, file.pristine or file.current)
         near = similar.similar_names(tree, target)
         raise CppmegaError(
             "target-absent",
@@ -116,6 +120,22 @@ def _fingerprint(tree: Tree, target: str) -> str:
             "name the class or the function around it",
         )
     return text
+
+
+def _refuse_variable(target: str, data: bytes | None) -> None:
+    """Say of a variable of a module that a page edits the functions that read it."""
+    path, _, name = target.partition(":")
+    tree = parse(decode(data or b"", path), path)
+    if name not in undefined_names.top_level(tree):
+        return
+    readers = [f"{path}:{symbol}" for symbol in functions_naming(tree, name)]
+    raise CppmegaError(
+        "target-is-a-variable",
+        f"{target} is a variable of the module, and a page edits functions and classes."
+        + (f" It is used in {', '.join(readers)}." if readers else ""),
+        "Other modules may have copied its value when they were imported.",
+        f"--target {readers[0]}" if readers else "name a function or a class that depends on it",
+    )
 
 
 def _earlier(targets: Sequence[str], pages: Mapping[str, Page]) -> list[str]:

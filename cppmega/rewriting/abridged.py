@@ -18,7 +18,8 @@ from cppmega.rewriting.repeatable import is_repeatable, patterns_of
 from cppmega.rewriting.source import Definition, Span, Text, first_line, plain
 
 _PLACE = "_cppmega_lines_{}"
-_FOUND = re.compile(r"^[ \t]*_cppmega_lines_(\d+)[ \t]*(?:\r\n|\r|\n|\Z)", re.MULTILINE)
+_FOUND = re.compile(r"(?:(?<=[\r\n])|\A)[ \t]*_cppmega_lines_(\d+)[ \t]*(?:\r\n|\r|\n|\Z)")
+"""A line of its own; `^` would not match after a line end of "\\r" alone."""
 _WORD = re.compile(r"\w+")
 _FEWEST = 8
 """Minimum number of lines for which a cut is worthwhile."""

@@ -217,8 +217,7 @@ class HeadSwap(Swap):
         if type(before) is not type(self.old) or gist(before) != self.gist:
             return now
         rest = ("orelse",) if hasattr(before, "orelse") else ()
-        head = before.with_changes(body=self.old.body, leading_lines=(), **dict.fromkeys(rest))
-        if shape(head) != self.shape:
+        if shape(_head_of(before)) != self.shape:
             return now
         self.found += 1
         kept = {name: getattr(now, name) for name in ("body", "leading_lines", *rest)}
@@ -235,7 +234,8 @@ class StatementSwap(Swap):
         old: str,
         make: Callable[[Sequence[cst.BaseStatement]], list[cst.BaseStatement]],
     ) -> None:
-        self.gists, self.shapes = _parsed_pattern(old)
+        self.headed = is_head(old)
+        self.gists, self.shapes = _parsed_pattern(f"{old} pass" if self.headed else old)
         self.make = make
 
     def leave(self, before: Any, now: Any, place: str) -> Any:
@@ -256,13 +256,28 @@ class StatementSwap(Swap):
         return now.with_changes(body=body or [cst.SimpleStatementLine([cst.Pass()])])
 
     def _fits(self, found: Sequence[cst.BaseStatement]) -> bool:
-        return [shape(statement) for statement in found] == self.shapes
+        *first, last = found
+        last = _head_of(last) if self.headed else last
+        return [shape(statement) for statement in (*first, last)] == self.shapes
+
+
+def _head_of(statement: Any) -> Any:
+    """A compound statement with `pass` as its block, and without what follows the block."""
+    rest = {name: None for name in ("orelse", "finalbody") if hasattr(statement, name)}
+    body = cst.SimpleStatementSuite([cst.Pass()])
+    return statement.with_changes(body=body, leading_lines=(), **rest)
 
 
 @cache
 def _parsed_pattern(text: str) -> tuple[list[Any], list[str]]:
     """Gists and shapes of the statements of a text; none of its nodes ends up in a result."""
-    old = statements(text)
+    try:
+        old = statements(text)
+    except cst.ParserSyntaxError:
+        place = text.removesuffix(" pass")
+        raise mismatch(
+            f"`{place}` is not a statement, nor the head of one; name one next to it"
+        ) from None
     return [gist(statement) for statement in old], [shape(statement) for statement in old]
 
 
@@ -310,11 +325,16 @@ def with_body(target: cst.FunctionDef, replacement: cst.FunctionDef) -> cst.Func
     return target.with_changes(body=body.with_changes(body=new, footer=()))
 
 
-def with_last(target: cst.FunctionDef, added: Sequence[cst.BaseStatement]) -> cst.FunctionDef:
-    """Append statements to the body of the target."""
+def with_last(target: cst.CSTNode, added: Sequence[cst.BaseStatement]) -> cst.CSTNode:
+    """Append statements to the body of a function, or methods and statements to that of a class."""
+    target = target if isinstance(target, cst.ClassDef) else function(target)
     body = target.body
     if not isinstance(body, cst.IndentedBlock):
         raise mismatch(f"the body of {target.name.value} is not on lines of its own")
+    if isinstance(target, cst.ClassDef) and added:
+        head: Any = added[0]
+        apart = (cst.EmptyLine(indent=False), *head.leading_lines)
+        added = [head.with_changes(leading_lines=apart), *added[1:]]
     return target.with_changes(body=body.with_changes(body=[*body.body, *added]))
 
 
@@ -338,6 +358,42 @@ def swap_for(old: str, new: str) -> Swap:
     if is_expression(old) and is_expression(new):
         return ExpressionSwap(old, new)
     return StatementSwap(old, lambda found: statements(new))
+
+
+class KeywordSwap(Swap):
+    """Replaces a keyword argument, as in `keep_graph=True` -> `keep_graph=False`, in every call."""
+
+    def __init__(self, old: str, new: str) -> None:
+        calls = [cast(cst.Call, cst.parse_expression(f"f({text})")) for text in (old, new)]
+        (self.old,), (self.new,) = (call.args for call in calls)
+        self.shape = shape(self.old.value)
+
+    def leave(self, before: Any, now: Any, place: str) -> Any:
+        if not isinstance(before, cst.Arg) or before.keyword is None:
+            return now
+        keyword = cast(cst.Name, self.old.keyword).value
+        if before.keyword.value != keyword or shape(before.value) != self.shape:
+            return now
+        self.found += 1
+        return now.with_changes(keyword=self.new.keyword, value=self.new.value)
+
+
+def is_keyword(text: str) -> bool:
+    """Whether a text can be one keyword argument of a call."""
+    try:
+        call: Any = ast.parse(f"f({text})", mode="eval").body
+    except SyntaxError:
+        return False
+    return not call.args and len(call.keywords) == 1 and call.keywords[0].arg is not None
+
+
+def replaced(old: str, new: str, node: cst.CSTNode, times: int) -> cst.CSTNode:
+    """Replace one text with another; `name=value` is a keyword where no statement is like it."""
+    swap = swap_for(old, new)
+    if is_keyword(old) and is_keyword(new):
+        swapped(node, swap)
+        swap = swap_for(old, new) if swap.found else KeywordSwap(old, new)
+    return exactly(swap, node, old, times)
 
 
 class ArgumentSwap(Swap):

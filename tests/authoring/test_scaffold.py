@@ -96,12 +96,15 @@ def test_what_is_there_is_not_overwritten(catalogue_folder: Path, tmp_path: Path
         ("megatron/thing.py:double", "target-absent", "megatron/core/thing.py:double"),
         ("megatron/core/thing.py", "bad-target", "megatron/core/transformer/mlp.py:MLP.forward"),
         ("megatron/core/two.py:f", "target-ambiguous", ""),
+        ("megatron/core/two.py:LIMIT", "target-is-a-variable", "megatron/core/two.py:Kit.use"),
+        ("megatron/core/two.py:UNUSED", "target-is-a-variable", "a function or a class"),
     ],
 )
 def test_a_wrong_target_is_refused_with_the_nearest(
     catalogue_folder: Path, tmp_path: Path, target: str, name: str, hint: str
 ) -> None:
-    twice = "def f():\n    pass\n\n\ndef f():\n    pass\n"
+    twice = "def f():\n    pass\n\n\ndef f():\n    pass\n\n\nLIMIT = UNUSED = 1\n"
+    twice += "\n\nclass Kit:\n    def use(self):\n        return LIMIT\n"
     root = made.tree(tmp_path / "root", {"megatron/core/two.py": twice})
     error = problem(catalogue_folder, root, target)
     assert error.name == name and hint in error.next

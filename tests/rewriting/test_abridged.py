@@ -5,7 +5,7 @@ from __future__ import annotations
 from unittest import mock
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cppmega.edits import adding_argument, appending, in_order, inserting, replacing
@@ -42,6 +42,12 @@ def outcome(module: Module, name: str, fewest: int) -> bytes | tuple[str, str]:
 
 @given(modules(), st.sampled_from(sorted(EDITS)))
 @QUICK
+@example(
+    Module(
+        b"payload = x = extra = 1\rdef t():\r    payload(1)\r    pass\r", "t", "utf-8", 1, False
+    ),
+    "an argument",
+)
 def test_cuts_change_nothing(module: Module, name: str) -> None:
     assert outcome(module, name, 1) == outcome(module, name, 10**6)
 

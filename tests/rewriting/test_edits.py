@@ -45,6 +45,8 @@ from tests.support.made import pin
         ("x = 1\ny = 2", "z = 3", "x = 1\n    y = 2\n    return z", "z = 3\n    return z"),
         ("x = 1", "", "x = 1\n    return 2", "return 2"),
         ("if a:", "if b:", "if a:\n        return 1", "if b:\n        return 1"),
+        ("x=1", "y=2", "return g(a, x=1)", "return g(a, y=2)"),
+        ("x = 1", "x = 2", "x = 1\n    return g(x=1)", "x = 2\n    return g(x=1)"),
         ("with a and b:", "with a, b:", "with a and b:\n        pass", "with a, b:\n        pass"),
     ],
 )
@@ -87,7 +89,12 @@ def test_expression_that_would_come_apart(old: str, new: str, body: str) -> None
         (replacing("a", "b", times=2), "return a"),
         (replacing("x = 1", "x = 2"), "x = 1\n    x = 1"),
         (replacing("if a:", "if b:"), "while a:\n        pass"),
+        (replacing("k=1", "k=2"), "return g(k=1, j=h(k=1))"),
+        (replacing("k=1", "k=2"), "return g(k=3)"),
         (inserting("x = 1", before="return b"), "return a"),
+        (inserting("x = 1", before="if a:"), "while a:\n        pass"),
+        (inserting("x = 1", before="if a:"), "if a:\n        pass\n    if a:\n        g()"),
+        (inserting("x = 1", before="else:"), "if a:\n        pass\n    else:\n        pass"),
         (inserting("x = 1", after="y = 1"), "y = 1\n    y = 1"),
         (adding_argument("g", "k=1"), "return h(1)"),
         (adding_argument("g", "k=1"), "return g(g(1))"),
@@ -107,6 +114,16 @@ def test_inserting_and_adding() -> None:
     assert edited(text, inserting("z = x", before="y = x")) == text.replace(
         "    y = x", "    z = x\n    y = x"
     )
+    held = "def f(x):\n    y = x\n    for z in y:\n        pass\n    else:\n        return\n"
+    for line, place in (
+        (2, {"before": "for z in y:"}),
+        (1, {"before": "y = x\nfor z in y:"}),
+        (6, {"after": "for z in y:"}),
+    ):
+        assert edited(held, inserting("w = x", **place)).splitlines().index("    w = x") == line
+    added = appending("def twice(self): return 2 * self.x()")
+    holder = "class C:\n    def x(self):\n        return 1\n"
+    assert edited(holder, added, "C") == f"{holder}\n    def twice(self): return 2 * self.x()\n"
     assert edited(text, appending("print(y)")) == f"{text}    print(y)\n"
     fails("edit-mismatch", "def f(x): return x\n", appending("print(x)"))
     assert "g(x, k=1)" in edited(text, adding_argument("g", "k=1"))
@@ -299,10 +316,12 @@ LIBRARY: dict[str, Callable[[], Callable[[Any], Any]]] = {
     "a head": lambda: replacing("if x:", "if x is not None:"),
     "inserting": lambda: inserting("y = x", before="return x + x"),
     "appending": lambda: appending("raise ValueError"),
+    "a keyword": lambda: replacing("end=1", "end=2"),
+    "inserting at a head": lambda: inserting("y = x", before="if x:"),
     "adding_argument": lambda: adding_argument("print", "flush=True"),
     "adding_parameter": lambda: adding_parameter("y=None"),
 }
-TEXT = "def f(x):\n    if x:\n        print(x)\n    return x + x\n"
+TEXT = "def f(x):\n    if x:\n        print(x, end=1)\n    return x + x\n"
 
 
 def _double(x: Any) -> Any:
