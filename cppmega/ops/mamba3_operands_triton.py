@@ -135,7 +135,7 @@ def _rate(x, HEAVY_TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
     if HEAVY_TAIL:
         below = 1.0 / (1.0 - tl.minimum(x, 0.0))
         rate = tl.maximum(x, 0.0) + below
-        slope = tl.where(x >= 0, 1.0, 0.0) + tl.where(x <= 0, below * below, 0.0)
+        slope = below * below
     else:
         rate = _softplus(x)
         slope = tl.sigmoid(x)

@@ -150,7 +150,8 @@ def decay_rate(decay: Tensor, definition: Definition) -> Tensor:
     if definition == "softplus":
         rate = functional.softplus(decay)
     else:  # 1 + x above zero, 1 / (1 - x) below
-        rate = decay.clamp_min(0) + torch.reciprocal(1 - decay.clamp_max(0))
+        # With `clamp` on both sides, the derivative at 0 would be that of both, 2.
+        rate = torch.where(decay > 0, 1 + decay, torch.reciprocal(1 - decay.clamp_max(0)))
     return rate.clamp_min(A_FLOOR)
 
 

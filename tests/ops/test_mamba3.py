@@ -68,6 +68,12 @@ def test_both_functions_of_a_are_positive_and_different() -> None:
     torch.testing.assert_close(heavy, torch.tensor(wanted, dtype=torch.float64))
 
 
+def test_the_heavy_tail_has_one_derivative_at_zero() -> None:
+    decay = torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64, requires_grad=True)
+    reference.decay_rate(decay, "heavy_tail").sum().backward()
+    assert decay.grad is not None and decay.grad.tolist() == [0.25, 1.0, 1.0]
+
+
 @pytest.mark.parametrize("shape", [MIMO, SISO], ids=str)
 def test_documents_of_a_pack_are_mixed_as_if_alone(shape: Shape) -> None:
     inputs, parameters = drawn(shape._replace(batch=1))
