@@ -6,6 +6,7 @@ that it returns are compared with a plain backward pass.
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from unittest import mock
 
 import pytest
 
+from tests.support.laws import pages
 from tests.upstream_patches import one_process
 
 torch = pytest.importorskip("torch")
@@ -24,6 +26,26 @@ PAGE = "local_graph_hidden_parameters"
 @pytest.mark.parametrize("version", one_process.PAGES[PAGE])
 def test_gradients(version: str) -> None:
     one_process.assert_passes(PAGE, version)
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "fixed"),
+    [
+        ("self.get_connected_params(fwd_graph_outputs)", "", False),
+        ("self.get_connected_params(warmup_outputs)", "param.main_grad.add_(param.grad)", False),
+        ("self.get_connected_params(warmup_outputs)", "param.grad = None", True),
+    ],
+    ids=["0.19", "main", "fixed"],
+)
+def test_main_has_half_of_the_fix(forward: str, backward: str, fixed: bool) -> None:
+    texts = {
+        "_set_warmup_end": "= False",
+        "create_fwd_graph": forward,
+        "create_bwd_graph": backward,
+    }
+    source: Any = SimpleNamespace(text=lambda target: texts[re.split("[.:]", target)[-1]])
+    fixed_upstream = pages()[PAGE].fixed_upstream
+    assert fixed_upstream is not None and fixed_upstream(source) is fixed
 
 
 def check(stock: one_process.Stock) -> None:
