@@ -14,9 +14,11 @@ from cppmega.ops import (
     dsa_indexer_prologue,
     hadamard_triton,
     linear_cross_entropy,
+    m2rnn,
     mamba3_scan_autograd,
     mhc,
     ngram_hash,
+    packed_conv,
     rope,
     router_gating,
 )
@@ -37,6 +39,7 @@ Tensors = dict[str, Tensor]
 Layout = Callable[[Tensor], Tensor]
 TOPK = 3
 SB = {"s": 4, "b": 2}
+HKV = {"h": 2, "k": 5, "v": 3}
 
 
 class Row(NamedTuple):
@@ -198,6 +201,31 @@ def _mixed(**tensors: Tensor) -> Tensor:
     return mamba3_scan_autograd.mixed(inputs, Parameters(**tensors), "softplus", None)
 
 
+def _m2rnn(draw: Draw, s: int, b: int, h: int, k: int, v: int) -> Tensors:
+    tensors = {"q": draw(s, b, k), "k": draw(s, b, k), "v": draw(s, b, h, v)}
+    return {**tensors, "transition": draw(h, v, v), "log_decay": -draw.fp32(s, b, h).abs()}
+
+
+def _packs(op: str, of: Callable[..., Tensors], call: Callable[..., Tensor], **sizes: int) -> Row:
+    """An op with one sequence of documents."""
+
+    def make(draw: Draw, s: int, **others: int) -> Tensors:
+        return {
+            **of(draw, s=s, b=1, **others),
+            "bounds": torch.arange(2).clamp(max=s).to(draw.device),
+        }
+
+    def packed(bounds: Tensor, **tensors: Tensor) -> Tensor:
+        s = len(next(iter(tensors.values())))
+        return call(**tensors, bounds=m2rnn.document_bounds(bounds, s))
+
+    return Row((op,), {"s": 3, **sizes}, ("s",), make, packed, turns=2)
+
+
+def _conv(draw: Draw, s: int, b: int, c: int) -> Tensors:
+    return {"x": draw(s, b, c), "weight": draw(c, 2), "bias": draw(c)}
+
+
 def _losses(upstream: Any) -> Row:
     def make(draw: Draw, s: int, b: int, width: int) -> Tensors:
         tensors = {
@@ -281,6 +309,15 @@ ROWS: dict[str, Row] = {
         ("mhc.sinkhorn",), SB, ("s", "b"), lambda draw, s, b: {"logits": draw.fp32(s, b, 2, 2)},
         lambda logits: mhc.sinkhorn(logits, 2),
     ),
+    "m2rnn": Row(
+        ("m2rnn.m2rnn",), {"s": 3, "b": 2, **HKV}, ("s", "b", *HKV), _m2rnn, m2rnn.m2rnn
+    ),
+    "m2rnn_packs": _packs("m2rnn.m2rnn", _m2rnn, m2rnn.m2rnn, **HKV),
+    "packed_conv": Row(
+        ("packed_conv.packed_conv",), {**SB, "c": 3}, ("s", "b", "c"), _conv,
+        packed_conv.packed_conv,
+    ),
+    "packed_conv_packs": _packs("packed_conv.packed_conv", _conv, packed_conv.packed_conv, c=3),
     "mamba3": Row(("mamba3.mixed",), {"b": 2, "l": 3}, ("b", "l"), _mamba3, _mixed, turns=1),
     "linear_cross_entropy": _losses(None),
     "linear_cross_entropy_weighted": _losses("weighted-scalar"),

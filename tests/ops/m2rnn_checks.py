@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from cppmega.ops import m2rnn, m2rnn_reference, packed_conv, packed_conv_reference
-from tests.ops.layouts import EXPANDED, LAYOUTS
 
 Op = Callable[..., Tensor]
-Layout = Callable[[Tensor], Tensor]
 RECURRENCE = (m2rnn.m2rnn, m2rnn_reference.m2rnn)
 CONVOLUTION = (packed_conv.packed_conv, packed_conv_reference.packed_conv)
 """A kernel's op, and its definition."""
@@ -65,16 +63,14 @@ def drawn_conv(
     return [x, normal(5, c, taps).to(device, dtype), normal(6, c).to(device, dtype)]
 
 
-def both_ways(
-    op: Op, given: Sequence[Tensor], bounds: Tensor | None, layout: Layout = lambda x: x
-) -> list[Tensor]:
+def both_ways(op: Op, given: Sequence[Tensor], bounds: Tensor | None) -> list[Tensor]:
     """The result, and the gradients under an upstream one that is unequal and not contiguous."""
     leaves = [x.detach().requires_grad_() for x in given]
     out = op(*leaves, bounds)
     upstream = normal(7, *out.transpose(0, 1).shape).transpose(0, 1) + 0.25
     # Rounded, as a kernel in a low type gets it.
     low = upstream.to(given[0].device, torch.bfloat16).to(out.dtype)
-    return [out.detach(), *torch.autograd.grad(out, leaves, layout(low))]
+    return [out.detach(), *torch.autograd.grad(out, leaves, low)]
 
 
 def check(
@@ -155,23 +151,6 @@ def check_parts(given: Sequence[Tensor], documents: Sequence[int]) -> None:
         assert torch.equal(whole[part], alone)
 
 
-def check_layouts(op: Op, given: Sequence[Tensor], documents: Sequence[int] | None = None) -> None:
-    """The bits do not depend on where the elements of inputs and gradients are in memory."""
-    bounds = None if documents is None else torch.tensor(documents, device=given[0].device)
-    apart = None if bounds is None else bounds.repeat_interleave(2)[::2]
-    plain = both_ways(op, [dense(x) for x in given], bounds)
-    for name, layout in (LAYOUTS | EXPANDED).items():
-        moved = [layout(x) for x in given]
-        found = both_ways(op, moved, apart, layout)
-        expected = plain
-        if name in EXPANDED:
-            expected = both_ways(
-                op, [dense(x) for x in moved], bounds, lambda x, layout=layout: dense(layout(x))
-            )
-        for number, (a, b) in enumerate(zip(found, expected, strict=True)):
-            assert torch.isfinite(b).all() and torch.equal(a, b), (name, number, len(given[0]))
-
-
 def check_empty(way: int, dtype: torch.dtype, device: str) -> None:
     """Without any element of some dimension, results and gradients are zeros or empty.
 
@@ -196,25 +175,3 @@ def check_empty(way: int, dtype: torch.dtype, device: str) -> None:
         of = given[2] if len(given) == 5 else given[0]
         for mine, x in zip(both_ways(op, given, bounds), (of, *given), strict=True):
             assert mine.shape == x.shape and mine.dtype == x.dtype and not mine.any()
-
-
-def dense(x: Tensor) -> Tensor:
-    """A copy with the usual strides."""
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
-
-
-def check_all_layouts(way: int, dtype: torch.dtype, device: str) -> None:
-    """One sequence, which may be of documents; one step; and states of one element.
-
-    Args:
-        way: 0 for the kernels, 1 for the definitions.
-        dtype: the type of the inputs.
-        device: where they are.
-    """
-    recurrence, convolution = RECURRENCE[way], CONVOLUTION[way]
-    check_layouts(recurrence, drawn(Shape(3, 1, 2, 5, 3), dtype, device), (0, 1, 3))
-    check_layouts(recurrence, drawn(Shape(1, 2, 2, 5, 3), dtype, device))
-    check_layouts(recurrence, drawn(Shape(2, 2, 1, 1, 1), dtype, device))
-    check_layouts(convolution, drawn_conv(3, 1, 3, 2, dtype, device), (0, 1, 3))
-    check_layouts(convolution, drawn_conv(1, 2, 3, 2, dtype, device))
-    check_layouts(convolution, drawn_conv(2, 2, 1, 1, dtype, device))

@@ -22,8 +22,6 @@ from tests.ops.layout_rows import ROWS, check
 from tests.ops.test_grouped_linear import products
 from tests.support import REPOSITORY
 
-PENDING = {"m2rnn.m2rnn", "packed_conv.packed_conv"}
-"""Ops whose layouts `m2rnn_checks` has."""
 INTERNAL = ("_autograd", "_chunks", "_external", "_operands", "_reference", "_scan", "_triton")
 """Ends of the names of modules that only ops import."""
 NO_OPS = {
@@ -50,7 +48,7 @@ def test_every_public_op_has_a_row() -> None:
                 if takes and gives and not node.name.startswith("_"):
                     ops.add(f"{path.stem}.{node.name}")
     rows = {op for row in ROWS.values() for op in row.ops}
-    assert ops - NO_OPS - PENDING == rows
+    assert ops - NO_OPS == rows
 
 
 def test_a_prologue_without_heads() -> None:

@@ -24,7 +24,6 @@ from tests.ops.m2rnn_checks import (  # noqa: E402
     Shape,
     both_ways,
     check,
-    check_all_layouts,
     check_clipping,
     check_empty,
     check_parts,
@@ -193,17 +192,8 @@ def test_clipping_in_the_interpreter() -> None:
     interpreted("check_clipping(full)\ncheck_clipping(half)")
 
 
-def test_layouts_in_plain_torch() -> None:
-    check_all_layouts(1, FULL, "cpu")
-
-
 def test_empty_tensors_in_plain_torch() -> None:
     check_empty(1, FULL, "cpu")
-
-
-@pytest.mark.slow
-def test_layouts_in_the_interpreter() -> None:
-    interpreted("check_all_layouts(0, full, 'cpu')")
 
 
 @pytest.mark.slow
@@ -231,8 +221,7 @@ for (op, _), given in (
 
 
 @pytest.mark.gpu
-def test_layouts_on_cuda() -> None:
-    check_all_layouts(0, torch.bfloat16, "cuda")
+def test_empty_tensors_on_cuda() -> None:
     check_empty(0, torch.bfloat16, "cuda")
 
 
