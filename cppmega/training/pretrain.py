@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import functools
 import inspect
-import io
 import os
 import sys
 import time
@@ -25,7 +23,7 @@ from cppmega.overlay import receipt
 from cppmega.overlay import record as overlay_record
 from cppmega.recipe.arithmetic import flops, megatron_flops, parameters
 from cppmega.runs import metrics, rank_progress
-from cppmega.training import nonfinite, requirements, saving
+from cppmega.training import nonfinite, parsing, requirements, saving
 from cppmega.training.batch import dataset_provider
 from cppmega.training.completeness import Completeness
 from cppmega.training.evaluation import Evaluation, HeldOut
@@ -108,23 +106,22 @@ def _call(
 
 
 def parse(arguments: Any, plan: TrainingPlan) -> Any:
-    """Parse the arguments with Megatron's parser, without its three hundred lines of usage.
+    """Parse the arguments with Megatron's parser.
 
     Raises:
         CppmegaError: `argument-refused`.
     """
-    output = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(output):
-            return arguments.parse_args(extra_args_provider=_own_arguments(plan))
-    except SystemExit as stop:
-        reason = output.getvalue().strip().rpartition("\n")[2]
+    args, reason = parsing.parsed(
+        lambda: arguments.parse_args(extra_args_provider=_own_arguments(plan))
+    )
+    if reason:
         raise CppmegaError(
             "argument-refused",
             f"megatron-core {plan.rendered.version} refuses the arguments: {reason}",
             "It has no such argument or value.",
-            "correct what was added with plus() or --set arguments",
-        ) from stop
+            "correct the words after --, or what the recipe adds with plus()",
+        )
+    return args
 
 
 def _own_arguments(plan: TrainingPlan) -> Any:

@@ -86,6 +86,7 @@ def checked(plan):
 
 out["good"] = named(lambda: checked(ready(slice_)))
 out["unknown"] = named(lambda: checked(ready(slice_.plus("--no-such-thing"))))
+out["value"] = named(lambda: checked(ready(slice_.plus("--attention-backend", "nonsense"))))
 out["precision"] = named(lambda: checked(ready(slice_.plus("--fp8-format", "hybrid"))))
 out["context"] = named(lambda: checked(ready(slice_.plus("--context-parallel-size", "2"))))
 lying = replace(
@@ -260,6 +261,8 @@ def test_what_the_parser_reads_is_checked_again(stepped: dict[str, Any]) -> None
     assert stepped["good"] == "accepted"
     assert stepped["unknown"].startswith("argument-refused")
     assert "--no-such-thing" in stepped["unknown"]
+    assert stepped["value"].startswith("argument-refused")
+    assert "--attention-backend: KeyError: 'nonsense'" in stepped["value"]
     assert stepped["precision"].startswith("precision-differs")
     assert stepped["context"].startswith("not-supported")
     assert stepped["mock"][0].startswith("mock-data-differs")

@@ -118,6 +118,8 @@ def _refuse_waiting(targets: list[str]) -> None:
 
 def parse(argv: Sequence[str], world: int | None) -> ParsedLine:
     """Run a line through the installed parser and its validation."""
+    from cppmega.training import parsing
+
     try:
         from megatron.training import arguments
     except ImportError as error:
@@ -125,7 +127,8 @@ def parse(argv: Sequence[str], world: int | None) -> ParsedLine:
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world or 1))
     if {"-h", "--help"} & {*argv}:
         return ParsedLine(refused="it asks for help, which is printed in place of a run")
-    args, reason = _read(arguments, argv)
+    sys.argv = ["train", *argv]
+    args, reason = parsing.parsed(arguments.parse_args)
     if reason:
         return ParsedLine(refused=reason, near=_near(arguments, argv))
     plain = {name: _plain(value) for name, value in vars(args).items()}
@@ -133,29 +136,6 @@ def parse(argv: Sequence[str], world: int | None) -> ParsedLine:
         model = [getattr(args, f"{n}_model_parallel_size", 1) for n in ("tensor", "pipeline")]
         args.world_size = model[0] * model[1] * args.context_parallel_size
     return ParsedLine(args=plain, invalid=_invalid(arguments, args))
-
-
-def _read(arguments: Any, argv: Sequence[str]) -> tuple[Any, str]:
-    """The arguments that the installed parser reads, or why it refuses the line."""
-    printed = io.StringIO()
-    sys.argv = ["train", *argv]
-    try:
-        with contextlib.redirect_stderr(printed):
-            return arguments.parse_args(), ""
-    except SystemExit:
-        return None, printed.getvalue().strip().rpartition("\n")[2]
-    except Exception as error:  # a conversion of the parser's own, such as a table of words
-        return None, f"{_argument(error)}{type(error).__name__}: {error}"
-
-
-def _argument(error: Exception) -> str:
-    """The argument at which the parser raised an error; empty if it was at none."""
-    found = ""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        action = frame.f_locals.get("action")
-        if isinstance(action, argparse.Action) and action.option_strings:
-            found = f"{action.option_strings[-1]}: "
-    return found
 
 
 def _near(arguments: Any, argv: Sequence[str]) -> dict[str, str]:
