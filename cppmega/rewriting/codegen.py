@@ -97,3 +97,15 @@ def bare(node: cst.CSTNode) -> str:
     state = _Bare()
     node._codegen(state)
     return "".join(state.tokens).strip() + "\n"
+
+
+def first_in(function: cst.FunctionDef, call: cst.BaseStatement) -> cst.FunctionDef:
+    """The function with a statement before all others but its docstring."""
+    if not isinstance(function.body, cst.IndentedBlock):
+        inner = cst.SimpleStatementLine(list(cast(cst.SimpleStatementSuite, function.body).body))
+        return function.with_changes(body=cst.IndentedBlock([call, inner]))
+    body = list(function.body.body)
+    at = 1 if body and is_docstring(body[0]) else 0
+    return function.with_changes(
+        body=function.body.with_changes(body=[*body[:at], call, *body[at:]])
+    )

@@ -134,7 +134,7 @@ def before_launches(kernel: str, statement: str) -> Callable[[Any], Any]:
         import libcst as cst
         import libcst.matchers as m
 
-        from cppmega.rewriting.marks import first_in
+        from cppmega.rewriting.codegen import first_in
 
         named = m.Name(kernel)
         added = cst.parse_statement(f"{statement}\n")

@@ -106,24 +106,9 @@ def in_kernel(page: str, kernel: str) -> CppmegaError:
 def _marked(function: cst.FunctionDef, page: str) -> cst.FunctionDef:
     import libcst as cst
 
+    from cppmega.rewriting.codegen import first_in
     from cppmega.rewriting.kernels import is_compiled_node
 
     if is_compiled_node(function):
         raise in_kernel(page, function.name.value)
     return first_in(function, cst.parse_statement(f"{call(page)}\n"))
-
-
-def first_in(function: cst.FunctionDef, call: cst.BaseStatement) -> cst.FunctionDef:
-    """The function with a statement before all others but its docstring."""
-    import libcst as cst
-
-    from cppmega.rewriting.codegen import is_docstring
-
-    if not isinstance(function.body, cst.IndentedBlock):
-        inner = cst.SimpleStatementLine(list(cast(cst.SimpleStatementSuite, function.body).body))
-        return function.with_changes(body=cst.IndentedBlock([call, inner]))
-    body = list(function.body.body)
-    at = 1 if body and is_docstring(body[0]) else 0
-    return function.with_changes(
-        body=function.body.with_changes(body=[*body[:at], call, *body[at:]])
-    )

@@ -33,7 +33,7 @@ from tests.preflight.contexts import (
     write,
 )
 from tests.support import patched, pristine
-from tests.support.lab import Lab
+from tests.support.lab import A, Lab
 
 pytestmark = pytest.mark.slow
 
@@ -312,6 +312,21 @@ def test_patches_of_a_package_that_is_not_beside_megatron(
     monkeypatch.syspath_prepend(tmp_path / "elsewhere")
     place = f"liger-kernel is not patched, because it is in {tmp_path / 'elsewhere'}"
     assert holds("patches", launch(recipe, root=lab.root)).endswith(place)
+
+
+def test_a_patch_that_vanished_in_an_upgrade_stops_the_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has said that it may go: `not-applicable` would let the run start without it."""
+    lab = Lab(tmp_path, monkeypatch)
+    lab.page(feature=(f"{A}:Layer",))
+    lab.wheel("1.0")
+    assert lab.apply().ok
+    shutil.rmtree(next(lab.root.glob("megatron_core-*")))
+    lab.files[A] = lab.files[A].replace(b"double", b"treble").replace(b"Layer", b"Block")
+    lab.wheel("2.0")
+    vanished = refuses("patches", "patch-unported", launch(root=lab.root))
+    assert "page is unported" in vanished.what and "--without page" in vanished.next
 
 
 def test_patches_that_the_recipe_names(lab: Lab) -> None:
