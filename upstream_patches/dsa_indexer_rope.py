@@ -1,7 +1,9 @@
 """Rotate the DSA indexer's queries and keys as DeepSeek and Megatron 0.19 do.
 
 What: `DSAIndexer._apply_rope` rotates the first `qk_pos_emb_head_dim` channels of a head in halves,
-    instead of the last channels in interleaved pairs.
+    instead of the last channels in interleaved pairs. From 0.17, every checkpoint records that, and
+    one with indexers that does not is loaded only if `CPPMEGA_DSA_INDEXER_ROWS` states `stock`,
+    which permutes the rows, or `page`.
 Why: DeepSeek's weights, and those of megatron-core since 0.19.0, store the rotated channels first
     and not interleaved. Releases 0.16 to 0.18 rotate different channels, so an indexer that was
     trained elsewhere selects different keys, and one trained here does so on 0.19 (the proof
@@ -13,16 +15,19 @@ Numerics: changes results: different channels are rotated. An indexer trained wi
     either be trained again or have its head channels permuted: the last r = qk_pos_emb_head_dim
     channels come first, the even ones before the odd ones, followed by the rest. This permutes the
     rows of `linear_wq_b.weight` (in every head), `linear_wk.weight`, `k_norm.weight` and
-    `k_norm.bias`, after which the scores are the previous ones.
+    `k_norm.bias` (`cppmega.modules.dsa_indexer_rows.permuted`), after which the scores are the
+    previous ones.
 """
 
 # ruff: noqa: F821
 from cppmega.catalogue.megatron_args import uses_dsa
-from cppmega.edits import body_of
+from cppmega.edits import body_of, inserting
 from cppmega.page import Edit, Patch, Source
 
 INDEXER = "megatron/core/transformer/experimental_attention_variant/dsa.py:DSAIndexer"
 TARGET = f"{INDEXER}._apply_rope"
+CHECKPOINTS = "megatron/training/checkpointing.py"
+ROWS = ("from cppmega.modules import dsa_indexer_rows as _cppmega_rows",)
 
 
 def _apply_rope(self, x, rotary_pos_emb, mscale):
@@ -59,7 +64,26 @@ PATCH = Patch(
                 " _apply_rotary_pos_emb_bshd",
             ),
         ),
+        # The wheel of 0.16 has no checkpoints of runs.
+        Edit(
+            target=f"{CHECKPOINTS}:generate_state_dict",
+            pins={"0.17.1": "d7c4110ba21de08d", "0.18.2": "d7c4110ba21de08d"},
+            edit=inserting("_cppmega_rows.record(args)", before="state_dict['args'] = args"),
+            imports=ROWS,
+            mark="",
+        ),
+        Edit(
+            target=f"{CHECKPOINTS}:load_checkpoint",
+            pins={"0.17.1": "6b163a0122004cb5", "0.18.2": "4dc611e16b16e077"},
+            edit=inserting(
+                "_cppmega_rows.load(args, state_dict)",
+                after="set_checkpoint_version(state_dict.get('checkpoint_version', 0))",
+            ),
+            imports=ROWS,
+            mark="",
+        ),
     ),
+    variables=("CPPMEGA_DSA_INDEXER_ROWS",),
     reached="forward",
     # True also where a hybrid pattern names the layers.
     when=uses_dsa,

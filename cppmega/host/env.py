@@ -84,6 +84,11 @@ DSA_INDEX_PATTERN = Variable(
     "with CPPMEGA_INDEX_CACHE=1: F or S for each DSA layer of the decoder, Full or Shared",
     str.strip,
 )
+DSA_INDEXER_ROWS = Variable(
+    "CPPMEGA_DSA_INDEXER_ROWS",
+    "order of rows in a checkpoint's DSA indexers that does not record it: stock or page",
+    str.strip,
+)
 NGRAM_HASH = Variable(
     "CPPMEGA_NGRAM_HASH",
     "sizes of a model's n-gram hash embedding, as JSON; set by the trainer from its recipe",
@@ -137,7 +142,8 @@ RUN = Variable(
 
 VARIABLES: tuple[Variable[object], ...] = (
     *(CACHE, RUNS, ALLOW_WRAPPER, LINEAR_CE_KERNEL, LINEAR_CE_UPSTREAM),
-    *(INDEX_CACHE, DSA_INDEX_PATTERN, NGRAM_HASH, STRUCTURE, MAMBA3, M2RNN),
+    *(INDEX_CACHE, DSA_INDEX_PATTERN, DSA_INDEXER_ROWS),
+    *(NGRAM_HASH, STRUCTURE, MAMBA3, M2RNN),
     *(OVERLAY, ROOT, GUARDED_BY, PYTHON, RUN),
 )
 NAMES = frozenset(variable.name for variable in VARIABLES)
