@@ -86,6 +86,7 @@ def fixed_upstream(source: Source) -> bool:
 
 
 def verify() -> None:
+    import os
     from functools import partial
     from queue import Empty
     from types import SimpleNamespace
@@ -99,6 +100,11 @@ def verify() -> None:
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
     from cppmega.errors import CppmegaError
+    from cppmega.host import memory
+    from cppmega.modules import host_copies
+
+    pwrite = os.pwrite
+    released = []
 
     class Queue(list):  # type: ignore[type-arg]
         """A queue whose other end does nothing."""
@@ -106,7 +112,7 @@ def verify() -> None:
         put = list.append
 
         def cancel_join_thread(self) -> None:
-            pass
+            released.append(self)
 
         def join(self) -> None:
             assert not self, "the trainer waits for the process to copy its tensors"
@@ -114,10 +120,11 @@ def verify() -> None:
         def get_nowait(self) -> None:
             raise Empty
 
-    weight, written = torch.arange(6.0).view(2, 3), []
-    tensors = [("whole", weight), ("columns", weight.t()[1:]), ("empty", weight[2:])]
+    weight, written = torch.arange(300.0).view(20, 15), []
+    tensors = [("whole", weight), ("columns", weight.t()[1:]), ("empty", weight[20:])]
+    tensors += [(f"row {at}", weight[at].to(torch.float64)) for at in range(20)]  # files have two
     wanted = [tensor.clone() for _, tensor in tensors]
-    buckets = [("file", "key", ([], tensors))]
+    buckets = [("file", "key", ([], tensors[:12])), ("other", "key", ([], tensors[12:]))]
     caller, requests, others = PersistentAsyncCaller(), Queue(), Queue()
     for name, queue in (("queue", requests), ("preload_q", others), ("comp_q", others)):
         setattr(caller, name, queue)  # before 0.17
@@ -130,26 +137,42 @@ def verify() -> None:
         preload_fn=partial(FileSystemWriterAsync.preload_tensors, buckets, True),
     )
     try:
-        with mock.patch.object(torch.distributed, "get_rank", lambda: 0):
+        with (
+            mock.patch.object(torch.distributed, "get_rank", lambda: 0),
+            mock.patch.object(host_copies, "_PART", 64),
+            mock.patch.object(os, "pwrite", lambda to, data, at: pwrite(to, data[:24], at)),
+        ):
             caller.schedule_async_call(request)
             assert not caller.is_current_async_call_done(blocking=False, no_dist=True)
             weight.zero_()  # the training continues
             (sent,) = requests
             assert sent.preload_fn is None, "the process copies"
             sent.async_fn(*sent.async_fn_args, **sent.async_fn_kwargs)
-            ((rank, [(file, key, (_, copies))], results),) = written
-            assert (rank, file, key, results) == (0, "file", "key", "results")
+            ((rank, saved, results),) = written
+            assert (rank, results) == (0, "results")
+            assert [each[:2] for each in saved] == [("file", "key"), ("other", "key")]
+            copies = [copy for _, _, (_, items) in saved for copy in items]
             for (name, _), (copied, tensor), values in zip(tensors, copies, wanted, strict=True):
                 assert name == copied and tensor.equal(values), f"{name}: {tensor}"
                 size = tensor.untyped_storage().nbytes()
-                assert size == values.numel() * 4, f"{name} would be saved with {size} bytes"
+                assert size == values.nbytes, f"{name} would be saved with {size} bytes"
             caller.process = SimpleNamespace(is_alive=lambda: False, exitcode=1)
             try:
                 caller.is_current_async_call_done(blocking=False, no_dist=True)
             except CppmegaError as error:
                 assert error.name == "checkpoint-writer-died", error
                 assert caller.process is None, "the rank waits for it when it ends"
+                assert any(queue is requests for queue in released), "it waits for its queue"
             else:
                 raise AssertionError("nobody notices that the process has ended")
+        copied = host_copies.on_host(request._replace(preload_fn=None))
+        assert copied.async_fn_args is request.async_fn_args, "a request that copies nothing"
+        with mock.patch.object(memory, "available", lambda: sum(t.nbytes for t in wanted)):
+            try:
+                host_copies.on_host(request)
+            except CppmegaError as error:
+                assert error.name == "host-memory-too-small", error
+            else:
+                raise AssertionError("more is copied than the host has memory for")
     finally:
         caller.process = None  # it is not to be told to end
