@@ -78,6 +78,7 @@ def verify() -> None:
     import torch
     from megatron.core import rerun_state_machine as reruns
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed import param_and_grad_buffer as buffers
     from megatron.core.transformer import TransformerConfig
     from torch.overrides import TorchFunctionMode
 
@@ -140,16 +141,25 @@ def verify() -> None:
     ), "a check for size waits"
 
     # Megatron runs a step again whose results it rejects, and compares those of the same number.
+    checked = []
+    own_check = buffers._ParamAndGradBucketGroup.check_grads
+
+    def check_grads(group, **chosen):  # type: ignore[no-untyped-def]
+        checked.append(group)
+        own_check(group, **chosen)
+
     def passes(value, place, repeats):  # type: ignore[no-untyped-def]
         count = 0
         while machine.should_run_forward_backward(None):
             count += 1
+            checked.clear()
             backward(chunks[1], value if count == 1 or repeats else 1.0, place)
             backward(chunks[0])
             for each in chunks:
                 each.finish_grad_sync()
         return count, machine.should_checkpoint_and_exit()[1:]
 
+    counted = mock.patch.object(buffers._ParamAndGradBucketGroup, "check_grads", check_grads)
     one_pass, exits = (1, (False, 0)), {True: 16, False: 17}
     for overlaps in (False, True):
         for value, place, repeats in ((nan, 0, True), (inf, 2, False), (nan, 1, True)):
@@ -161,11 +171,15 @@ def verify() -> None:
                 mock.patch.object(torch.cuda, "get_rng_state", lambda *_: torch.zeros(1)),
                 mock.patch.object(torch.cuda, "set_rng_state", lambda *_: None),
                 OnCpu(),
+                counted,
             ):
                 for _ in range(2):
                     assert passes(1.0, 0, True) == one_pass, "a finite step runs again"
+                    assert not checked, "finite norms are read by Megatron's check"
                 found = passes(value, place, repeats)
             assert found == (2, (True, exits[repeats])), (overlaps, value, place, repeats, found)
+            groups = [g for c in chunks for g in c.bucket_groups + c.expert_parallel_bucket_groups]
+            assert len(checked) == len(groups), "results are compared with those of another number"
     reruns.destroy_rerun_state_machine()
     reruns.initialize_rerun_state_machine(mode=reruns.RerunMode.VALIDATE_RESULTS)
     machine = reruns.get_rerun_state_machine()

@@ -108,6 +108,7 @@ def fixed_upstream(source: Source) -> bool:
 
 
 def verify() -> None:
+    import functools
     import sys
     from types import SimpleNamespace
     from unittest import mock
@@ -244,10 +245,27 @@ def verify() -> None:
         with mock.patch.object(module, "TEDebugState", None):  # before it could debug
             assert not calls(mine, x)
         # As ModelOpt quantizes: in the call of a layer, the function that it calls is replaced.
-        with mock.patch.multiple(module, create=True, Linear=Linear, _Linear=_Linear):
+        gemm, own_backward = mock.Mock(), _Linear.backward
+        own = {"Linear": Linear, "_Linear": _Linear, "general_gemm": gemm}
+        theirs = {te_layers._PRODUCTS: SimpleNamespace(general_gemm=gemm)}
+        other = type("Other", (_Linear,), {"__module__": __name__})
+        with (
+            mock.patch.multiple(module, create=True, **own),
+            mock.patch.dict(sys.modules, theirs),
+        ):
             assert not calls(mine, x), "Transformer Engine prepares for quantization"
-            with mock.patch.object(_Linear, "apply", mock.Mock()):
-                assert calls(mine, x) == 1, "a function that quantizes is left out"
+            for replaced in (
+                mock.patch.object(_Linear, "apply", mock.Mock()),
+                mock.patch.object(_Linear, "forward", lambda *given: None),
+                mock.patch.object(_Linear, "backward", functools.partial(own_backward)),
+                mock.patch.object(module, "general_gemm", mock.Mock()),
+                mock.patch.object(module, "_Linear", other),
+            ):
+                with replaced:
+                    assert calls(mine, x) == 1, "a function that quantizes is left out"
+            forward = Linear.forward
+            with mock.patch.object(Linear, "forward", lambda *given, **more: forward(*given)):
+                assert calls(mine, x) == 1, "a layer that quantizes is left out"
     upstream = torch.randn(5, 2, 3)
     exact = upstream.double().flatten(0, 1).t() @ x.detach().double().flatten(0, 1)
     torch.autograd.backward((out, sums), (upstream.bfloat16(),) * 2)
