@@ -118,8 +118,12 @@ def diagnose(
     }
     blind = {path for path, file in upstream.items() if file.foreign or file.orphaned}
     needed_here = _fitting(page, of_upstream) or (blind and _is_pinned_here(page, tree))
-    orphaned = any(views[edit.path].orphaned for edit in page.patch.edits)
-    if needed_here or orphaned or any(text.startswith("!") for text in found.values()):
+    # What a patched file has become since is not upstream's, whatever upstream's text answers.
+    spoiled = any(
+        views[edit.path].orphaned or (views[edit.path].story and found[edit.target] != MISSING)
+        for edit in page.patch.edits
+    )
+    if needed_here or spoiled or any(text.startswith("!") for text in found.values()):
         return Diagnosis(verdict=_failure(page, tree, survey, found, views))
     for distribution in page.patch.distributions:
         if not tree.has(distribution):
