@@ -64,9 +64,11 @@ def sources_of(made: Plan, page: Page, root: Path) -> Iterator[Source]:
         pristine, text = made.views[path].pristine or b"", (root / path).read_text()
         steps = [Step.of(page, edit) for edit in edits if edit.path == path]
         stock = pristine.decode()
-        brought = {line for _, line in _added(stock, rewrite(pristine, path, steps).data.decode())}
+        alone = rewrite(pristine, path, steps).data.decode()
+        brought = {line for _, line in _added(stock, alone)}
+        dropped = frozenset(line for _, line in _added(alone, stock))
         own = {at for at, line in _added(stock, text) if line in brought}
-        yield Source(str(root / path), text, frozenset(own), stock)
+        yield Source(str(root / path), text, frozenset(own), stock, dropped)
         imports = [line for edit in edits if edit.path == path for line in edit.imports]
         for file, lines in _helpers(ast.parse(text), own, imports):
             wanted.setdefault(file, set()).update(lines)

@@ -71,6 +71,8 @@ def verify() -> None:
         """Return how often the host waits if the dispatcher's values are on these devices."""
         values = {
             f"value{at}": SimpleNamespace(is_cuda=kind == "cuda", device=SimpleNamespace(type=kind))
+            if kind
+            else object()
             for at, kind in enumerate(devices)
         }
         layer = MoETransformerLayer.__new__(MoETransformerLayer)
@@ -93,3 +95,4 @@ def verify() -> None:
 
     assert waits("cuda", "cuda") == waits() == (0, 0), "the host waits without a reason"
     assert waits("cuda", "cpu") == (1, 1), "the host must wait for the copy"
+    assert waits("cuda", None) == (1, 1), "nobody knows where the value is"

@@ -73,4 +73,5 @@ def verify() -> None:
     # A meta tensor has no values: reading one raises.
     assert logged([1.0, 1.0, 1.0, 1.0], "meta").shape == ()
     assert logged([1.0, 1.0, 0.0, 1.0]).item() == 3.0  # rolled: labels 1, 2, 3, mask 1, 0, 1
+    assert logged([0.0, 1.0, 0.0, 0.0]).item() == 2.0  # of a single token
     assert logged([1.0, 0.0, 0.0, 0.0]).item() == 0.0, "the loss must be zero if no token counts"

@@ -18,15 +18,17 @@ SECONDS = 40.0
 """Of the CPU, after which the sample begins no page; the command proves every page."""
 
 
-def _changed(text: str, lines: range | None = None, stock: str = "") -> list[str]:
+def _changed(
+    text: str, lines: range | None = None, stock: str = "", dropped: tuple[str, ...] = ()
+) -> list[str]:
     """The kind and the first changed line of each mutant."""
     text = textwrap.dedent(text).strip() + "\n"
     before = ast.unparse(ast.parse(text)).splitlines()
-    chosen = lines or range(1, len(text.splitlines()) + 1)
+    chosen = range(1, len(text.splitlines()) + 1) if lines is None else lines
+    source = Source("f.py", text, frozenset(chosen), stock, frozenset(dropped))
     found = []
-    for place in range(len([*Source("f.py", text, frozenset(chosen), stock).mutants()])):
-        # A tree is changed in its place, so that every mutant needs new ones.
-        mutant = [*Source("f.py", text, frozenset(chosen), stock).mutants()][place]
+    for place in range(len([*source.mutants()])):
+        mutant = [*source.mutants()][place]  # a tree is changed in its place: each has its own
         after = ast.unparse(mutant.tree()).splitlines()
         new = [line.strip() for line in after if line not in before]
         found.append(f"{mutant.kind}: {new[0] if new else ''}")
@@ -72,6 +74,13 @@ def test_changes_of_upstream_are_taken_back_one_by_one() -> None:
     stock = "def f(a):\n    b = g(a)\n    c = h(b)\n    return c\n"
     text = "def f(a):\n    b = g2(a)\n    c = h(b)\n    return k(c)\n"
     assert _changed(text, stock=stock) == ["taken back: b = g(a)", "taken back: return c"]
+
+
+def test_what_a_page_removes_comes_back() -> None:
+    stock = "def f(a):\n    b = g(a)\n    a.log()\n    return b\n"
+    text = "def f(a):\n    b = g(a)\n    return b\n"
+    assert _changed(text, range(0), stock, ("a.log()",)) == ["taken back: a.log()"]
+    assert _changed(text, range(0), stock) == []  # another page's
 
 
 @pytest.mark.slow

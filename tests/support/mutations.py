@@ -44,6 +44,8 @@ class Source:
     lines: frozenset[int]
     stock: str = ""
     """Upstream's text, if it is a file of upstream."""
+    dropped: frozenset[str] = frozenset()
+    """Lines of it that the page removes, without indentation."""
 
     def mutants(self) -> Iterator[Mutant]:
         """Yield the mutants of these lines."""
@@ -84,14 +86,16 @@ class Source:
         old, new = self.stock.splitlines(keepends=True), self.text.splitlines(keepends=True)
         for how, i, j, start, end in matched(self.stock, self.text):
             lines = range(start + 1, end + 1)
-            marks_only = all(marks.COMMENT in line for line in new[start:end])
-            if how == "replace" and self.lines.issuperset(lines) and not marks_only:
+            dropped = {line.strip() for line in old[i:j]}
+            mine = self.lines.issuperset(lines) and (lines or self.dropped.issuperset(dropped))
+            marks_only = lines and all(marks.COMMENT in line for line in new[start:end])
+            if how != "equal" and mine and not marks_only and "".join(dropped):
                 text = "".join([*new[:start], *old[i:j], *new[end:]])
                 try:
                     tree = ast.parse(text)
                 except SyntaxError:
                     continue
-                before = "".join(new[start:end])
+                before = "".join(new[start:end]) or f"without {''.join(old[i:j])}"
                 yield Mutant(self.file, start + 1, "taken back", before, lambda tree=tree: tree)
 
 
