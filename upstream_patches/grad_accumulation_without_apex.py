@@ -3,13 +3,15 @@
 What: `ColumnParallelLinear` is built with `--gradient-accumulation-fusion`, Megatron's default,
     where apex is not installed. Its backward pass then adds the gradient of the weight to the fp32
     `main_grad` by `cppmega.ops.weight_gradient`, one product of cuBLAS; where apex is installed,
-    its kernel is still used. Layers of Transformer Engine have such a product of their own.
+    its kernel is still used. Layers of Transformer Engine have such a product of their own. Where
+    MTP depths look up the same weight in the last pipeline stage, their gradient is added, too.
 Why: Every model has at least one `ColumnParallelLinear`, its output layer, whose constructor fails
     with "the custom CUDA extension fused_weight_gradient_mlp_cuda module is not found". apex has no
     wheels, so runs turn the fusion off, for the layers of Transformer Engine, too: the gradient of
     every weight is written in bf16, read again and added to fp32 by a kernel of its own, in every
     micro-batch (1,142 kernels per step of NAM56R on two H200; tested that stock fails on 0.15.3 to
-    0.19.2).
+    0.19.2). With apex, stock loses the gradient of the lookup of MTP depths if embeddings are tied
+    and there are several pipeline stages: its norm was 2.5433 and not 2.5476 (computed on CPU).
 Upstream: Not sent: upstream installs apex in its containers.
 Remove: when the constructor no longer requires apex.
 Numerics: changes results of runs that had turned the fusion off: gradients are no longer rounded to
@@ -18,12 +20,16 @@ Numerics: changes results of runs that had turned the fusion off: gradients are 
 
 from typing import Any
 
-from cppmega.edits import in_order, replacing
+from cppmega.edits import in_order, inserting, replacing
 from cppmega.page import Edit, Patch, Source
 
 LAYERS = "megatron/core/tensor_parallel/layers.py"
 BUILT = f"{LAYERS}:ColumnParallelLinear.__init__"
 BACKWARD = f"{LAYERS}:LinearWithGradAccumulationAndAsyncCommunication.backward"
+TIED = (
+    "megatron/core/models/common/language_module/language_module.py:"
+    "LanguageModule.setup_embeddings_and_output_layer"
+)
 STOCK = "config.gradient_accumulation_fusion and not _grad_accum_fusion_available"
 
 
@@ -65,6 +71,26 @@ PATCH = Patch(
             edit=in_order(_kernel("wgrad_gemm_accum_fp32"), _kernel("wgrad_gemm_accum_fp16")),
             imports=(
                 "from cppmega.ops.weight_gradient import add_weight_gradient as _cppmega_add",
+            ),
+            mark="",
+        ),
+        Edit(
+            target=TIED,
+            pins={
+                "0.15.3": "49fb0d8ac29803a3",
+                "0.16.1": "2d16b0c7ae03115e",
+                "0.17.1": "d65d3e084e87fd7f",
+                "0.18.2": "caac0f9558258b4d",
+                "0.19.2": "caac0f9558258b4d",
+            },
+            # The output layer adds its gradient to `main_grad`. Without this, DDP takes that of the
+            # MTP depths' lookup for the placeholder which autograd is given in its place.
+            edit=inserting(
+                """
+                if self.share_embeddings_and_output_weights and getattr(self, "mtp_process", False):
+                    weight.zero_out_wgrad = True
+                """,
+                after="weight.shared = True",
             ),
             mark="",
         ),

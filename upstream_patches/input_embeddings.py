@@ -161,7 +161,12 @@ PATCH = Patch(
     feature=(ONLY_IN_0_19,),
     wanted_by=lambda recipe: recipe.adds_to_embedding,
     refuses=refuses,
-    after=("hybrid_mtp_padding_mask", "linear_ce_gpt_head", "linear_ce_hybrid_head"),
+    after=(
+        "grad_accumulation_without_apex",
+        "hybrid_mtp_padding_mask",
+        "linear_ce_gpt_head",
+        "linear_ce_hybrid_head",
+    ),
 )
 
 

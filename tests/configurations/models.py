@@ -32,18 +32,30 @@ MTP = "*-"
 
 def build(setting: Configuration, seed: int) -> tuple[Any, Any]:
     """The configuration's own config and this rank's part of its model."""
+    config, (model,) = build_stages(setting, seed)
+    return config, model
+
+
+def build_stages(setting: Configuration, seed: int) -> tuple[Any, list[Any]]:
+    """The configuration's own config and the virtual stages of this rank."""
     torch.manual_seed(seed)
     config = configured(setting)
-    given = {
-        "config": config,
-        "vocab_size": VOCABULARY,
-        "max_sequence_length": LENGTH,
-        "pre_process": parallel_state.is_pipeline_first_stage(),
-        "post_process": parallel_state.is_pipeline_last_stage(),
-        "share_embeddings_and_output_weights": False,
-    }
-    model = (_gpt if setting.model == "gpt" else _hybrid)(setting, given)
-    return config, Float16Module(config, model) if config.bf16 else model
+    stages = []
+    for number in range(setting.virtual):
+        virtual = {"vp_stage": number} if setting.virtual > 1 else {}
+        place = {"ignore_virtual": False, **virtual} if virtual else {}
+        given = {
+            "config": config,
+            "vocab_size": VOCABULARY,
+            "max_sequence_length": LENGTH,
+            "pre_process": parallel_state.is_pipeline_first_stage(**place),
+            "post_process": parallel_state.is_pipeline_last_stage(**place),
+            "share_embeddings_and_output_weights": setting.tied,
+            **virtual,
+        }
+        model = (_gpt if setting.model == "gpt" else _hybrid)(setting, given)
+        stages.append(Float16Module(config, model) if config.bf16 else model)
+    return config, stages
 
 
 def configured(setting: Configuration) -> TransformerConfig:
@@ -51,7 +63,7 @@ def configured(setting: Configuration) -> TransformerConfig:
     bf16 = setting.optimizer != "float32"
     dtype = torch.bfloat16 if bf16 else torch.float32
     return TransformerConfig(
-        num_layers=len("".join(LAYERS) if setting.model == "hybrid" else LAYERS),
+        num_layers=setting.virtual * len("".join(LAYERS) if setting.model == "hybrid" else LAYERS),
         hidden_size=32,
         ffn_hidden_size=48,
         num_attention_heads=4,
@@ -73,9 +85,11 @@ def configured(setting: Configuration) -> TransformerConfig:
         sequence_parallel=setting.sequence_parallel,
         context_parallel_size=setting.context,
         pipeline_model_parallel_size=setting.pipeline,
+        virtual_pipeline_model_parallel_size=setting.virtual if setting.virtual > 1 else None,
         mtp_num_layers=setting.mtp or None,
         mtp_loss_scaling_factor=0.3,
         variable_seq_lengths=False,
+        gradient_accumulation_fusion=setting.gradients == "fused",
         **_recompute(setting),
         **_loss(setting),
     )
@@ -117,7 +131,7 @@ def _gpt(setting: Configuration, given: dict[str, Any]) -> Any:
 def _hybrid(setting: Configuration, given: dict[str, Any]) -> Any:
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-    stages = ("|" if setting.pipeline == 2 else "").join(LAYERS)
+    stages = ("|" if setting.pipeline == 2 else "").join(LAYERS * setting.virtual)
     return HybridModel(
         hybrid_stack_spec=_stack(),
         hybrid_layer_pattern="/".join([stages, *[MTP] * setting.mtp]),

@@ -217,5 +217,6 @@ def _join(setting: Configuration, store: Path, rank: int) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=setting.tensor,
         pipeline_model_parallel_size=setting.pipeline,
+        virtual_pipeline_model_parallel_size=setting.virtual if setting.virtual > 1 else None,
         context_parallel_size=setting.context,
     )

@@ -51,8 +51,17 @@ class Configuration:
     loss: str = "unfused"
     position: str = "rope"
     """`other`: learned positions for a GPT, none for a hybrid model."""
+    # In no cover:
     expert: int = 1
-    """Ranks that share the experts, of models that have any; in no cover."""
+    """Ranks that share the experts, of models that have any."""
+    tied: bool = False
+    """The output layer has the weights of the embedding."""
+    gradients: str = "apart"
+    """`fused`: linear layers add them to those of earlier micro-batches in their products."""
+    virtual: int = 1
+    """Stages of each pipeline rank."""
+    clip: float = 1.0
+    """The largest gradient norm; 0.0: none."""
 
     @property
     def ranks(self) -> int:
@@ -67,6 +76,13 @@ class Configuration:
 
 
 DEFAULT = Configuration()
+FOUND = (
+    Configuration(pipeline=2, mtp=1, tied=True, gradients="fused", optimizer="float32"),
+    Configuration(tied=True, gradients="fused", optimizer="distributed"),
+    Configuration(model="hybrid", pipeline=2, virtual=2),
+    Configuration(model="hybrid", pipeline=2, virtual=2, optimizer="distributed", clip=0.0),
+)
+"""Settings outside the cover in which pages were wrong."""
 
 
 def illegal(values: Mapping[str, Any]) -> str:

@@ -28,7 +28,7 @@ VERSION = VERSIONS[-1]
 def test_patched_does_what_stock_does() -> None:
     wrong, excused, able = [], set(), 0
     with opened(pristine(VERSION), patched(VERSION)) as (stock, other):
-        for setting in settings.cover():
+        for setting in [*settings.cover(), *settings.FOUND]:
             records = records_of(setting, stock, other)
             able += "resumed" in records["stock"]["rows"]
             for finding in law.judged(setting, records):

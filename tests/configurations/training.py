@@ -38,7 +38,8 @@ def train(setting: Configuration, folder: Path) -> Iterator[tuple[str, Row]]:
     """Train and save, then the next step twice: with the same model, and with a loaded one."""
     with on_cpu():
         run = Run(setting, seed=1)
-        arrive_late(run.model)
+        for model in run.stages:
+            arrive_late(model)
         for number in range(1, STEPS + 1):
             yield f"step {number}", run.step(number)
         run.save(folder)
@@ -59,13 +60,15 @@ class Run:
 
     def __init__(self, setting: Configuration, seed: int) -> None:
         self.setting = setting
-        self.config, self.model = models.build(setting, seed)
+        self.config, self.stages = models.build_stages(setting, seed)
+        self.model = self.stages[0]
         distributed = setting.optimizer in ("distributed", "dp_reshardable")
-        self.ddp = DistributedDataParallel(
-            self.config,
-            DistributedDataParallelConfig(use_distributed_optimizer=distributed),
-            self.model,
-        )
+        options = DistributedDataParallelConfig(use_distributed_optimizer=distributed)
+        self.ddps = [
+            DistributedDataParallel(self.config, options, stage, disable_bucketing=number > 0)
+            for number, stage in enumerate(self.stages)
+        ]
+        self.ddp = self.ddps[0]
         self.optimizer = optimizers.get_megatron_optimizer(
             optimizers.OptimizerConfig(
                 optimizer="adam",
@@ -73,9 +76,9 @@ class Run:
                 bf16=self.config.bf16,
                 params_dtype=self.config.params_dtype,
                 use_distributed_optimizer=distributed,
-                clip_grad=1.0,
+                clip_grad=setting.clip,
             ),
-            [self.ddp],
+            self.ddps,
         )
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
@@ -83,12 +86,13 @@ class Run:
     def step(self, number: int) -> Row:
         """One training step by the tree's own schedule; this rank's part of the losses."""
         torch.manual_seed(100 * number + parallel_state.get_data_parallel_rank())
-        self.ddp.zero_grad_buffer()
+        for ddp in self.ddps:
+            ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         losses = get_forward_backward_func()(
             forward_step_func=self._forward,
-            data_iterator=iter(self._batches(number)),
-            model=[self.ddp],
+            data_iterator=[iter(self._batches(number)) for _ in self.ddps],
+            model=self.ddps,
             num_microbatches=MICRO_BATCHES,
             seq_length=LENGTH,
             micro_batch_size=SAMPLES if self.setting.packing == "none" else 1,
@@ -128,8 +132,9 @@ class Run:
     def _digest(self) -> str:
         """Of all parameters of this rank, to the bit."""
         digest = hashlib.sha256()
-        for _, parameter in sorted(self.model.named_parameters()):
-            digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        for stage in self.stages:
+            for _, parameter in sorted(stage.named_parameters()):
+                digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()[:16]
 
     def save(self, folder: Path) -> None:
@@ -139,7 +144,8 @@ class Run:
     def load(self, folder: Path) -> None:
         """Of this tree or another."""
         loaded = dist_checkpointing.load(self._state(is_loading=True), str(folder))
-        self.model.load_state_dict(loaded["model"])
+        for name, stage in self._named_stages():
+            stage.load_state_dict(loaded[name])
         self.optimizer.load_state_dict(loaded["optimizer"])
 
     def _state(self, is_loading: bool) -> dict[str, Any]:
@@ -148,11 +154,19 @@ class Run:
             "distrib_optim_sharding_type": format_ or "fully_reshardable",
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         }
-        model = self.model.sharded_state_dict(metadata=metadata)
-        return {
-            "model": model,
-            "optimizer": self.optimizer.sharded_state_dict(model, is_loading, metadata=metadata),
+        model = {
+            name: stage.sharded_state_dict(metadata=metadata)
+            for name, stage in self._named_stages()
         }
+        whole = model if len(model) > 1 else model["model"]
+        optimizer = self.optimizer.sharded_state_dict(whole, is_loading, metadata=metadata)
+        return {**model, "optimizer": optimizer}
+
+    def _named_stages(self) -> list[tuple[str, torch.nn.Module]]:
+        """Each stage by its name in Megatron's checkpoints."""
+        if len(self.stages) == 1:
+            return [("model", self.model)]
+        return [(f"model{number}", stage) for number, stage in enumerate(self.stages)]
 
 
 def _loss(batch: Batch, per_token: torch.Tensor) -> tuple[torch.Tensor, float]:
