@@ -138,7 +138,7 @@ def _ours(statement: ast.stmt, helpers: set[str]) -> bool:
 def exported(version: str, path: str, data: bytes) -> Tree:
     """The tree of a version for which nobody vouches, with one file changed."""
     tree = Tree(pristine(version))
-    tree.__dict__["distributions"] = {}
+    tree.__dict__["distributions"] = tree.__dict__["_others"] = {}
     tree.__dict__["_checkout"] = None
     tree._bytes[path] = data
     return tree
