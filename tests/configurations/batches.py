@@ -33,7 +33,11 @@ class Batch:
     labels: torch.Tensor
     loss_mask: torch.Tensor
     positions: torch.Tensor
+    padding: torch.Tensor
+    """True where a token is padding."""
     pack: Any
+    overflows: bool
+    """The gradient of its loss is not finite."""
 
 
 def micro_batch(
@@ -45,10 +49,14 @@ def micro_batch(
     drawn = torch.randint(VOCABULARY, (samples, LENGTH + 1), generator=generator)
     lost = torch.rand(samples, LENGTH, generator=generator) < 0.1
     mask = torch.ones(samples, LENGTH).masked_fill(lost, 0.0)
+    padded = torch.zeros(samples, LENGTH, dtype=torch.bool)
     bounds = boundaries(setting)
     if setting.packing == "padded":
         for end, padding in zip(bounds[1:], PADDING, strict=True):
-            mask[:, end - padding : end] = 0.0
+            padded[:, end - padding : end] = True
+    elif setting.padding_mask:
+        padded[0, -5:] = True
+    mask[padded] = 0.0
     if setting.packing != "none":
         mask[:, torch.tensor(bounds[1:]) - 1] = 0.0  # the next token is another document's
     within = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(bounds)])
@@ -58,7 +66,9 @@ def micro_batch(
         labels=drawn[:, 1:][:, kept],
         loss_mask=mask[:, kept],
         positions=within[kept].expand(samples, -1),
+        padding=padded[:, kept],
         pack=_pack(setting, group),
+        overflows=setting.optimizer == "scaled" and step == 1,
     )
 
 

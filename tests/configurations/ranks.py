@@ -219,4 +219,6 @@ def _join(setting: Configuration, store: Path, rank: int) -> None:
         pipeline_model_parallel_size=setting.pipeline,
         virtual_pipeline_model_parallel_size=setting.virtual if setting.virtual > 1 else None,
         context_parallel_size=setting.context,
+        expert_model_parallel_size=setting.expert,
+        expert_tensor_parallel_size=setting.expert_tensor if setting.experts != "none" else None,
     )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
 MOST_RANKS = 4
+DISTRIBUTED = ("distributed", "dp_reshardable")
 
 AXES: dict[str, tuple[Any, ...]] = {
     "model": ("gpt", "hybrid"),
@@ -21,9 +23,19 @@ AXES: dict[str, tuple[Any, ...]] = {
     "packing": ("none", "packed", "no total", "padded"),
     "mtp": (0, 1, 2),
     "recompute": ("none", "selective", "uniform", "block"),
-    "optimizer": ("float16", "distributed", "dp_reshardable", "float32"),
+    "optimizer": ("float16", "distributed", "dp_reshardable", "float32", "scaled"),
     "loss": ("unfused", "native", "linear"),
     "position": ("rope", "other"),
+    "virtual": (1, 2),
+    "uneven": (False, True),
+    "experts": ("none", "whole", "EP 2", "ETP 2"),
+    "padding_mask": (False, True),
+    "tied": (False, True),
+    "frozen": (False, True),
+    "gradients": ("apart", "fused"),
+    "overlap": ("none", "gradients", "both"),
+    "clip": (1.0, 0.0),
+    "evaluation": (False, True),
 }
 """Every setting and its values."""
 
@@ -47,26 +59,53 @@ class Configuration:
     recompute: str = "none"
     optimizer: str = "float16"
     """`dp_reshardable`: the distributed one, with that format of checkpoint and not the fully
-    reshardable one. Parameters are bf16, but for `float32`."""
+    reshardable one. Parameters are bf16, but for `float32`, and fp16 for `scaled`, whose loss is
+    scaled; its first step overflows and is skipped."""
     loss: str = "unfused"
     position: str = "rope"
     """`other`: learned positions for a GPT, none for a hybrid model."""
-    # In no cover:
-    expert: int = 1
-    """Ranks that share the experts, of models that have any."""
-    tied: bool = False
-    """The output layer has the weights of the embedding."""
-    gradients: str = "apart"
-    """`fused`: linear layers add them to those of earlier micro-batches in their products."""
     virtual: int = 1
     """Stages of each pipeline rank."""
+    uneven: bool = False
+    """Pipeline ranks have more or fewer layers than they would have by default."""
+    experts: str = "none"
+    """In place of MLPs. `whole`: each rank has all of them; `EP 2`, `ETP 2`: two ranks share them
+    out, or the weights of each."""
+    padding_mask: bool = False
+    """The model is told which tokens are padding."""
+    tied: bool = False
+    """The output layer has the weights of the embedding."""
+    frozen: bool = False
+    """Attention and an output layer of its own do not learn."""
+    gradients: str = "apart"
+    """`fused`: linear layers add them to those of earlier micro-batches in their products."""
+    overlap: str = "none"
+    """`gradients`: reduced during the backward pass; `both`: and parameters gathered during the
+    forward pass."""
     clip: float = 1.0
     """The largest gradient norm; 0.0: none."""
+    evaluation: bool = False
+    """The model is evaluated between two steps."""
 
     @property
     def ranks(self) -> int:
         """How many processes it needs."""
         return self.tensor * self.context * self.pipeline * self.data
+
+    @property
+    def expert(self) -> int:
+        """Ranks that share out the experts."""
+        return 2 if self.experts == "EP 2" else 1
+
+    @property
+    def expert_tensor(self) -> int:
+        """Ranks that share out each expert's weights."""
+        return 2 if self.experts == "ETP 2" else 1
+
+    @property
+    def distributed(self) -> bool:
+        """Whether the optimizer is."""
+        return self.optimizer in DISTRIBUTED
 
     @property
     def name(self) -> str:
@@ -79,34 +118,95 @@ DEFAULT = Configuration()
 FOUND = (
     Configuration(pipeline=2, mtp=1, tied=True, gradients="fused", optimizer="float32"),
     Configuration(tied=True, gradients="fused", optimizer="distributed"),
+    Configuration(
+        model="hybrid",
+        tensor=2,
+        sequence_parallel=True,
+        mtp=1,
+        experts="whole",
+        padding_mask=True,
+    ),
     Configuration(model="hybrid", pipeline=2, virtual=2),
     Configuration(model="hybrid", pipeline=2, virtual=2, optimizer="distributed", clip=0.0),
 )
-"""Settings outside the cover in which pages were wrong."""
+"""Settings in which pages were wrong, run after the cover."""
+
+
+RULES: tuple[tuple[str, tuple[str, ...], Callable[..., bool]], ...] = (
+    *(
+        (
+            f"there are at most {MOST_RANKS} ranks",
+            sizes,
+            lambda *sizes: math.prod(sizes) <= MOST_RANKS,
+        )
+        for sizes in itertools.combinations(("tensor", "context", "pipeline", "data"), 3)
+    ),
+    (
+        "sequence parallelism needs tensor parallelism",
+        ("sequence_parallel", "tensor"),
+        lambda parallel, tensor: not parallel or tensor > 1,
+    ),
+    (
+        "virtual stages need a pipeline",
+        ("virtual", "pipeline"),
+        lambda virtual, pipeline: virtual == 1 or pipeline > 1,
+    ),
+    (
+        "an uneven split needs a pipeline",
+        ("uneven", "pipeline"),
+        lambda uneven, pipeline: not uneven or pipeline > 1,
+    ),
+    (
+        "experts under tensor parallelism need sequence parallelism",
+        ("experts", "tensor", "sequence_parallel"),
+        lambda experts, tensor, parallel: experts == "none" or tensor == 1 or parallel,
+    ),
+    (
+        "two ranks must be there to share experts",
+        ("experts", "tensor", "context", "data"),
+        lambda experts, *sizes: experts in ("none", "whole") or math.prod(sizes) > 1,
+    ),
+    (
+        "parameters are gathered in the forward pass by the distributed optimizer",
+        ("overlap", "optimizer"),
+        lambda overlap, optimizer: overlap != "both" or optimizer in DISTRIBUTED,
+    ),
+)
+"""Why settings do not go together: a reason, the settings that it reads, and what must hold.
+
+Each rule is one that Megatron itself has, or a limit of the machine: what merely fails on stock is
+run, and listed.
+"""
 
 
 def illegal(values: Mapping[str, Any]) -> str:
-    """Why the given settings do not go together; the others may be missing.
-
-    Each rule is one that Megatron itself has, or a limit of the machine: what merely fails on
-    stock is run, and listed.
-    """
-    ranks = 1
-    for name in ("tensor", "context", "pipeline", "data"):
-        ranks *= values.get(name, 1)
-    if ranks > MOST_RANKS:
-        return f"{ranks} ranks are more than {MOST_RANKS}"
-    if values.get("sequence_parallel") and values.get("tensor") == 1:
-        return "sequence parallelism needs tensor parallelism"
+    """Why the given settings do not go together; the others may be missing."""
+    for reason, names, holds in RULES:
+        if values.keys() >= set(names) and not holds(*(values[name] for name in names)):
+            return reason
     return ""
 
 
-def every() -> Iterator[Configuration]:
-    """Every legal configuration, in the order of `AXES`."""
-    for values in itertools.product(*AXES.values()):
-        named = dict(zip(AXES, values, strict=True))
-        if not illegal(named):
-            yield Configuration(**named)
+@cache
+def legal() -> list[dict[str, Any]]:
+    """Every legal choice of the settings that rules read; the other settings are free."""
+    ruled = [name for name in AXES if any(name in names for _, names, _ in RULES)]
+    every = itertools.product(*(AXES[name] for name in ruled))
+    named = (dict(zip(ruled, values, strict=True)) for values in every)
+    return [values for values in named if not illegal(values)]
+
+
+def count() -> int:
+    """How many legal configurations there are."""
+    free = [values for name, values in AXES.items() if name not in legal()[0]]
+    return len(legal()) * math.prod(map(len, free))
+
+
+def drawn(seed: int) -> Iterator[Configuration]:
+    """Legal configurations at random, without end."""
+    dice = random.Random(seed)
+    while True:
+        yield _completed(dice.choice(legal()), dice)
 
 
 def pairs_of(configuration: Configuration) -> set[Pair]:
@@ -117,16 +217,23 @@ def pairs_of(configuration: Configuration) -> set[Pair]:
 @cache
 def legal_pairs() -> frozenset[Pair]:
     """Every pair that some legal configuration has."""
+    names = legal()[0]
+    ruled = {
+        pair
+        for values in legal()
+        for number in range(3)
+        for pair in itertools.combinations(values.items(), number)
+    }
+    every = itertools.combinations(((a, value) for a in AXES for value in AXES[a]), 2)
     return frozenset(
-        (first, second)
-        for a, b in itertools.combinations(AXES, 2)
-        for first in ((a, value) for value in AXES[a])
-        for second in ((b, value) for value in AXES[b])
-        if _completed(dict((first, second)), random.Random(0)) is not None
+        pair
+        for pair in every
+        if pair[0][0] != pair[1][0] and tuple(item for item in pair if item[0] in names) in ruled
     )
 
 
-def cover(seed: int = 2, tries: int = 30) -> list[Configuration]:
+@cache
+def cover(seed: int = 2, tries: int = 30) -> tuple[Configuration, ...]:
     """Configurations that have every legal pair between them: greedy, and the same every time.
 
     Each is the best of some that begin with a pair that is still missing; one of few ranks is
@@ -137,10 +244,30 @@ def cover(seed: int = 2, tries: int = 30) -> list[Configuration]:
     chosen: list[Configuration] = []
     while missing:
         begun = dict(min(missing, key=repr))
-        drawn = [_completed(begun, dice, missing) for _ in range(tries)]
-        best = max((c for c in drawn if c), key=lambda c: len(pairs_of(c) & missing) / c.ranks**0.3)
+        fitting = [
+            {**values, **begun}
+            for values in legal()
+            if all(values.get(name, value) == value for name, value in begun.items())
+        ]
+        drawn = (dice.choice(fitting) for _ in range(tries))
+        best = max(
+            (_completed(values, dice, missing) for values in drawn),
+            key=lambda c: len(pairs_of(c) & missing) / c.ranks**0.3,
+        )
         missing -= pairs_of(best)
         chosen.append(best)
+    return tuple(chosen)
+
+
+def first_of_cover(ranks: int) -> list[Configuration]:
+    """The part of the cover that has the most pairs for this many ranks, which cost the time."""
+    seen: set[Pair] = set()
+    chosen: list[Configuration] = []
+    while fitting := [
+        c for c in cover() if c not in chosen and c.ranks + sum(d.ranks for d in chosen) <= ranks
+    ]:
+        chosen.append(max(fitting, key=lambda c: len(pairs_of(c) - seen) / c.ranks))
+        seen |= pairs_of(chosen[-1])
     return chosen
 
 
@@ -148,30 +275,21 @@ def _completed(
     begun: Mapping[str, Any],
     dice: random.Random,
     missing: set[Pair] | frozenset[Pair] = frozenset(),
-) -> Configuration | None:
-    """A legal configuration with these values, and with many of the missing pairs; None: none.
+) -> Configuration:
+    """A configuration with these values, and with many of the missing pairs.
 
-    The settings are taken in a random order, each with the value that adds most missing pairs and
-    leaves something legal.
+    The other settings are taken in a random order, each with the value that adds most of them.
     """
-    if illegal(begun):
-        return None
+    values = dict(begun)
     rest = [name for name in AXES if name not in begun]
-    if not rest:
-        return Configuration(**begun)
-    name = dice.choice(rest)
-    options = dice.sample(AXES[name], len(AXES[name]))
-    options.sort(key=lambda value: -_gain(begun, name, value, missing))
-    tried = (_completed({**begun, name: value}, dice, missing) for value in options)
-    return next((found for found in tried if found), None)
+    for name in dice.sample(rest, len(rest)):
+        options = dice.sample(AXES[name], len(AXES[name]))
+        values[name] = max(options, key=lambda value: _gain(values, name, value, missing))
+    return Configuration(**values)
 
 
 def _gain(
     values: Mapping[str, Any], name: str, value: Any, missing: set[Pair] | frozenset[Pair]
 ) -> int:
-    order = list(AXES)
-    pairs = (
-        tuple(sorted(((name, value), item), key=lambda i: order.index(i[0])))
-        for item in values.items()
-    )
-    return sum(pair in missing for pair in pairs)
+    new = name, value
+    return sum(((item, new) in missing) + ((new, item) in missing) for item in values.items())

@@ -40,7 +40,10 @@ def train(setting: Configuration, folder: Path) -> Iterator[tuple[str, Row]]:
         run = Run(setting, seed=1)
         for model in run.stages:
             arrive_late(model)
-        for number in range(1, STEPS + 1):
+        yield "step 1", run.step(1)
+        if setting.evaluation:
+            yield "evaluation", run.evaluate(1)
+        for number in range(2, STEPS + 1):
             yield f"step {number}", run.step(number)
         run.save(folder)
         yield "continued", run.step(STEPS + 1)
@@ -62,8 +65,12 @@ class Run:
         self.setting = setting
         self.config, self.stages = models.build_stages(setting, seed)
         self.model = self.stages[0]
-        distributed = setting.optimizer in ("distributed", "dp_reshardable")
-        options = DistributedDataParallelConfig(use_distributed_optimizer=distributed)
+        options = DistributedDataParallelConfig(
+            use_distributed_optimizer=setting.distributed,
+            overlap_grad_reduce=setting.overlap != "none",
+            overlap_param_gather=setting.overlap == "both",
+            bucket_size=None if setting.overlap == "none" else 2000,
+        )
         self.ddps = [
             DistributedDataParallel(self.config, options, stage, disable_bucketing=number > 0)
             for number, stage in enumerate(self.stages)
@@ -74,12 +81,23 @@ class Run:
                 optimizer="adam",
                 lr=1e-3,  # Adam moves everything by about this much, whatever the gradient
                 bf16=self.config.bf16,
+                fp16=self.config.fp16,
+                initial_loss_scale=2.0**10,
+                hysteresis=1,
                 params_dtype=self.config.params_dtype,
-                use_distributed_optimizer=distributed,
+                use_distributed_optimizer=setting.distributed,
+                overlap_param_gather=setting.overlap == "both",
                 clip_grad=setting.clip,
             ),
             self.ddps,
         )
+        self._gathers_late = False
+        if setting.overlap == "both":  # Megatron's loop gathers late from the second step on
+            for ddp in self.ddps:
+                ddp.disable_forward_pre_hook(param_sync=False)
+        if setting.overlap != "none":
+            skipped = [ddp.no_sync for ddp in self.ddps]
+            self.config.no_sync_func = skipped if len(skipped) > 1 else skipped[0]
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
 
@@ -89,24 +107,51 @@ class Run:
         for ddp in self.ddps:
             ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        losses = get_forward_backward_func()(
+        batches = self._batches(number)
+        losses = self._run(batches)
+        done, norm, _ = self.optimizer.step()
+        assert done != batches[0].overflows, "the optimizer took no step, or one that overflows"
+        if self.setting.overlap == "both" and not self._gathers_late:
+            self._gather_late(True)
+        return {
+            "losses": losses,
+            "gradient": float(norm or 0.0),
+            "weights": "" if self._gathers_late else self._digest(),
+        }
+
+    def evaluate(self, number: int) -> Row:
+        """The losses of a step's data, and the parameters."""
+        was_late = self._gathers_late
+        self._gather_late(False)
+        for ddp in self.ddps:
+            ddp.eval()
+        with torch.no_grad():
+            losses = self._run(self._batches(number), forward_only=True)
+        for ddp in self.ddps:
+            ddp.train()
+        row = {"losses": losses, "gradient": 0.0, "weights": self._digest()}
+        self._gather_late(was_late)
+        return row
+
+    def _gather_late(self, late: bool) -> None:
+        """Let parameters be gathered in the forward pass, or gather them now and before it."""
+        if late == self._gathers_late:
+            return
+        for ddp in self.ddps:
+            ddp.enable_forward_pre_hook() if late else ddp.disable_forward_pre_hook()
+        self._gathers_late = late
+
+    def _run(self, batches: list[Batch], forward_only: bool = False) -> list[float]:
+        losses: list[float] = get_forward_backward_func()(
             forward_step_func=self._forward,
-            data_iterator=[iter(self._batches(number)) for _ in self.ddps],
+            data_iterator=[iter(batches) for _ in self.ddps],
             model=self.ddps,
             num_microbatches=MICRO_BATCHES,
             seq_length=LENGTH,
             micro_batch_size=SAMPLES if self.setting.packing == "none" else 1,
-            forward_only=False,
+            forward_only=forward_only,
         )
-        done, norm, _ = self.optimizer.step()
-        assert done, "the optimizer took no step"
-        return {
-            "losses": [
-                loss for loss in losses if parallel_state.get_tensor_model_parallel_rank() == 0
-            ],
-            "gradient": float(norm),
-            "weights": self._digest(),
-        }
+        return losses if parallel_state.get_tensor_model_parallel_rank() == 0 else []
 
     def _batches(self, step: int) -> list[Batch]:
         replica = parallel_state.get_data_parallel_rank()
@@ -119,6 +164,8 @@ class Run:
     def _forward(self, batches: Any, model: Any) -> Any:
         batch: Batch = next(batches)
         extra = {} if self.setting.mtp == 0 else {"loss_mask": batch.loss_mask}
+        if self.setting.padding_mask:
+            extra["padding_mask"] = batch.padding
         out = model(
             batch.tokens,
             batch.positions,
@@ -139,7 +186,10 @@ class Run:
 
     def save(self, folder: Path) -> None:
         """A checkpoint in Megatron's format."""
+        late = self._gathers_late
+        self._gather_late(False)
         dist_checkpointing.save(self._state(is_loading=False), str(folder))
+        self._gather_late(late)
 
     def load(self, folder: Path) -> None:
         """Of this tree or another."""
@@ -171,4 +221,4 @@ class Run:
 
 def _loss(batch: Batch, per_token: torch.Tensor) -> tuple[torch.Tensor, float]:
     total = (per_token.float() * batch.loss_mask).sum()
-    return total / LENGTH, float(total.detach())
+    return total / LENGTH * (torch.inf if batch.overflows else 1.0), float(total.detach())

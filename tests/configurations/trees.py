@@ -17,7 +17,7 @@ from tests.support import command_of, environment
 
 Record = dict[str, Any]
 
-TRAINED = ("step 1", "step 2", "continued", "resumed")
+TRAINED = ("step 1", "evaluation", "step 2", "continued", "resumed")
 CROSSED = ("resumed",)
 
 

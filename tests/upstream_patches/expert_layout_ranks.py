@@ -40,9 +40,12 @@ LAYOUTS = {
     "one rank": (Configuration(), RECIPE),
     "EP 1": (Configuration(data=2), RECIPE.with_(gpus=2)),
     "PP 2": (Configuration(pipeline=2), RECIPE.with_(gpus=2, **STAGES)),
-    "EP 2": (Configuration(data=2, expert=2), RECIPE.with_(gpus=2, expert_model_parallel_size=2)),
+    "EP 2": (
+        Configuration(data=2, experts="EP 2"),
+        RECIPE.with_(gpus=2, expert_model_parallel_size=2),
+    ),
     "EP 2, twice": (
-        Configuration(data=4, expert=2),
+        Configuration(data=4, experts="EP 2"),
         RECIPE.with_(gpus=4, expert_model_parallel_size=2),
     ),
 }
