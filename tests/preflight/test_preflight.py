@@ -181,7 +181,7 @@ def test_wrong_usage() -> None:
     assert command("--set", "lr=1").returncode == 2
 
 
-@pytest.mark.parametrize("line", ["smoke_cpu -- {}", "smoke_cpu {}", "--json smoke_cpu {}"])
+@pytest.mark.parametrize("line", ["smoke_cpu {}", "--json smoke_cpu {}"])
 def test_the_words_of_the_launch_line_need_no_dashes(
     monkeypatch: pytest.MonkeyPatch, line: str
 ) -> None:

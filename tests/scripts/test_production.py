@@ -73,9 +73,13 @@ def test_a_row_has_both_throughputs_of_one_gpu(folder: Path) -> None:
 def test_what_was_only_reported_says_so(folder: Path) -> None:
     table = production.reported(folder)
     assert cells(table, "PP 1, EP 4")[3:] == ["9,250", "237", "289", "127", production.REPORTED]
-    assert cells(table, "PP 2")[3:] == ["6,200", "159", "193", "", production.REPORTED]
-    in_fp8 = cells(table, "the first row in FP8")
-    assert in_fp8[3:6] == ["not reported", "221", "268"]
+    for experts in ("EP 4", "EP 2"):
+        in_stages = cells(table, f"PP 2, VPP 2, {experts}")
+        assert in_stages[3:] == ["6,200", "159", "193", "", production.REPORTED]
+    assert cells(table, "the first row in FP8")[3:6] == ["8,950", "229", "279"]
+    assert cells(table, "PP 1, EP 8, MBS 10")[3:6] == ["not reported", "221", "268"]
+    # Without MTP, a token costs less than the formula of the record counts.
+    assert cells(table, "PP 1, MBS 4, combined 1F1B")[3:6] == ["5,900", "115", "182"]
     for line in table.splitlines()[2:]:
         assert line.endswith(f"| {production.REPORTED} |")
 
