@@ -51,27 +51,6 @@ class Arguments(SimpleNamespace):
 
 
 @contextlib.contextmanager
-def by_reference(
-    op: ModuleType, function: str, reference: Callable[..., Any]
-) -> Iterator[mock.Mock]:
-    """Let a module of `cppmega.ops` take every call, and compute it by a reference.
-
-    Args:
-        op: has `takes`, which otherwise declines on a CPU.
-        function: the name of what it computes a call by.
-        reference: the same in torch.
-
-    Yields:
-        what stands for the function, and counts its calls.
-    """
-    with (
-        mock.patch.object(op, "takes", lambda *_: True),
-        mock.patch.object(op, function, mock.Mock(wraps=reference)) as kernel,
-    ):
-        yield kernel
-
-
-@contextlib.contextmanager
 def on_gpu(kernels: str, **launches: Callable[..., Any]) -> Iterator[None]:
     """Let tensors count as a GPU's, and compute in torch what kernels of `cppmega.ops` are for.
 

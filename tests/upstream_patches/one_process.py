@@ -6,14 +6,18 @@ these pages applied, and loads the unpatched files as well, so that both can be 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import json
 import sys
 import traceback
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+from unittest import mock
 
 from tests.support import made_once, patched, pristine, python
 
@@ -110,3 +114,26 @@ class Stock:
             sys.modules[beside] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(sys.modules[beside])
         return sys.modules[beside]
+
+
+@contextlib.contextmanager
+def by_reference(
+    op: ModuleType, function: str, reference: Callable[..., Any]
+) -> Iterator[mock.Mock]:
+    """Let a module of `cppmega.ops` take every call, and compute it by a reference.
+
+    A proof takes `stand_ins.on_gpu` instead, which leaves to the real code what decides on a call.
+
+    Args:
+        op: has `takes`, which otherwise declines on a CPU.
+        function: the name of what it computes a call by.
+        reference: the same in torch.
+
+    Yields:
+        what stands for the function, and counts its calls.
+    """
+    with (
+        mock.patch.object(op, "takes", lambda *_: True),
+        mock.patch.object(op, function, mock.Mock(wraps=reference)) as kernel,
+    ):
+        yield kernel

@@ -29,7 +29,6 @@ def check(stock: one_process.Stock) -> None:
     from megatron.core.models.common.embeddings import rope_utils as patched
 
     from cppmega.ops import rope, rope_reference
-    from cppmega.proof import stand_ins
     from tests.ops.rope_checks import WAYS
 
     unpatched = stock.module("megatron.core.models.common.embeddings.rope_utils")
@@ -48,7 +47,7 @@ def check(stock: one_process.Stock) -> None:
 
         call = {"config": config, "mscale": scale, "cp_group": SimpleNamespace(), **own}
         wanted = outcome(unpatched, dtype, angles, call)
-        with stand_ins.by_reference(rope, "rotated", rope_reference.rotated) as kernel:
+        with one_process.by_reference(rope, "rotated", rope_reference.rotated) as kernel:
             found = outcome(patched, dtype, angles, call)
         assert kernel.call_count == gathered  # a call of another attention stays Megatron's
         if gathered:
