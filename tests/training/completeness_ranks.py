@@ -114,7 +114,7 @@ def check_the_load_of_experts_is_logged(folder: Path) -> None:
 def check_what_no_loss_reaches_is_named(folder: Path) -> None:
     """Experts that no token is sent to, on one of two ranks, and depths whose loss is nothing."""
     shared = RECIPE.with_(gpus=2, expert_model_parallel_size=2)
-    said = on_ranks(folder, Configuration(data=2, expert=2), trained, shared, without_experts)
+    said = on_ranks(folder, Configuration(data=2, experts="EP 2"), trained, shared, without_experts)
     assert len(said) == 2 and said[0] == said[1]
     assert said[0].startswith("part-without-gradient: 4 parameters"), said
     assert "layers.5.mlp.experts" in said[0] and "expert rank 1" in said[0]

@@ -91,7 +91,7 @@ def check_a_resumed_run_is_evaluated_on_the_same_samples(folder: Path) -> None:
     stages = {"pattern": WHOLE.pattern.replace("DMD", "DMD|"), "pipeline_model_parallel_size": 2}
     same_as_one_rank(
         *(folder, recipe, saved),
-        experts=(Configuration(data=2, expert=2), {"expert_model_parallel_size": 2}),
+        experts=(Configuration(data=2, experts="EP 2"), {"expert_model_parallel_size": 2}),
         stages=(Configuration(pipeline=2), stages),
     )
 
