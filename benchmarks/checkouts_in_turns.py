@@ -61,16 +61,14 @@ def cases(s: int, b: int) -> Iterator[tuple[str, Call]]:
     from cppmega.ops import (
         dsa_attention,
         dsa_indexer,
-        hadamard,
         linear_cross_entropy,
         m2rnn,
         mamba3,
         mhc,
         ngram_hash,
         packed_conv,
-        rope,
-        split_columns,
     )
+    from cppmega.ops.pointwise import hadamard, rope, split_columns
     from tests.ops import m2rnn_checks, mamba3_checks, mhc_checks
 
     scale, topk = 128**-0.5, min(256, s)

@@ -34,7 +34,7 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from cppmega.ops.dsa_indexer import Loss, choose_keys, indexer_loss
-from cppmega.ops.dsa_indexer_prologue import Rotary, prepare_index_inputs
+from cppmega.ops.pointwise.dsa_indexer_prologue import Rotary, prepare_index_inputs
 
 NAM56R = {"sequence": 4096, "heads": 32, "width": 64, "topk": 256, "attention": (32, 128)}
 PER_HEAD = {**NAM56R, "attention": (32, 192), "key_heads": 32}  # MLA up to 0.18

@@ -14,8 +14,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from cppmega.ops.dsa_indexer_prologue import Rotary
-from cppmega.ops.hadamard import walsh_hadamard
+from cppmega.ops.pointwise.dsa_indexer_prologue import Rotary
+from cppmega.ops.pointwise.hadamard import walsh_hadamard
 
 PACKAGE = "megatron.core.transformer.experimental_attention_variant"
 

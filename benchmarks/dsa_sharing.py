@@ -60,7 +60,7 @@ def layers(pattern: str, **options: Any) -> list[Any]:
     from megatron.core.transformer.experimental_attention_variant import dsa
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from cppmega.modules import dsa_layer_kinds
+    from cppmega.features.dsa import layer_kinds as dsa_layer_kinds
     from cppmega.proof import small_models as parts
 
     config = parts.dsa_config(num_layers=len(pattern), **options)
@@ -121,7 +121,7 @@ class Inputs:
 
 def way(name: str, inputs: Inputs, device: str, **options: Any) -> Way:
     """Forward and backward of nine layers; returns the outputs and the gradients."""
-    from cppmega.modules import dsa_forward
+    from cppmega.features.dsa import forward as dsa_forward
 
     stack = [layer.to(device) for layer in layers(PATTERNS[name], **options)]
     kept: dict[str, Any] = {}

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from on_gpu import elapsed, stack
 
-from cppmega.ops import hadamard
+from cppmega.ops.pointwise import hadamard
 
 WIDTH = 128
 SHAPES = {"queries": (32, WIDTH), "queries, 64 heads": (64, WIDTH), "keys": (WIDTH,)}

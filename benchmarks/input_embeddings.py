@@ -28,8 +28,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from cppmega.features import stated_sizes
+from cppmega.features.embeddings import layer as input_embeddings
 from cppmega.host import env
-from cppmega.modules import input_embeddings, stated_sizes
 from cppmega.proof import cpu_shims
 from cppmega.recipe import Recipe
 from cppmega.recipe import index as recipes_index

@@ -48,7 +48,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from linear_cross_entropy_rivals import OURS_IN_FP32, Case, Rival, rivals
 from on_gpu import elapsed, median, stack
 
-from cppmega.ops.linear_cross_entropy_chunks import LOGITS_BYTES
+from cppmega.ops.linear_cross_entropy.chunks import LOGITS_BYTES
 
 GIB = float(1 << 30)
 PROOFS = ("_row_kernel", "liger_cross", "cce_backward", "kernel_cutlass")

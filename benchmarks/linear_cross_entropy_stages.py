@@ -22,7 +22,7 @@ from linear_cross_entropy_rivals import Case, Rival, ours
 from on_gpu import median
 from torch import Tensor
 
-from cppmega.ops import linear_cross_entropy_triton as kernels
+from cppmega.ops.linear_cross_entropy import kernels_triton as kernels
 
 TOKENS, HIDDEN, VOCABULARY = 32768, 4096, 131072
 

@@ -32,9 +32,9 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from cppmega.ops import mamba3
-from cppmega.ops import mamba3_kernels as kernels
-from cppmega.ops import mamba3_operands as operands
-from cppmega.ops import mamba3_reference as reference
+from cppmega.ops.mamba3 import external as kernels
+from cppmega.ops.mamba3 import naive as reference
+from cppmega.ops.mamba3 import operands
 from tests.ops.mamba3_checks import Shape, drawn, leaves
 
 WHOLE = Shape(8, 4096, 128, 8, 4, 128, 64)

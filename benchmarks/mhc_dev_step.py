@@ -29,10 +29,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from cppmega.modules import mhc_in_megatron
 from cppmega.proof import cpu_shims
 from cppmega.recipe import Recipe
 from cppmega.recipe import index as recipes_index
+from cppmega.runtime import mhc_fused_kernels as mhc_in_megatron
 
 RECIPE = recipes_index.load("gpt_mhc_h200")
 WAYS = ("without", "dev", "ours")

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from cppmega.ops.mhc_reference import Parameters
+from cppmega.ops.mhc.naive import Parameters
 from tests.ops import mhc_checks as checks
 from tests.ops.mhc_checks import Given, Shape
 

@@ -36,8 +36,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mhc_training_report import verdict
 
+from cppmega.features import stated_sizes
+from cppmega.features.embeddings import layer as input_embeddings
+from cppmega.features.embeddings import sizes as input_embedding_sizes
+from cppmega.features.mixers import sizes as mixer_sizes
 from cppmega.host import env
-from cppmega.modules import input_embedding_sizes, input_embeddings, mixer_sizes, stated_sizes
 from cppmega.proof import cpu_shims, small_models
 from cppmega.runs import plotting
 

@@ -34,8 +34,13 @@ PUBLIC = {
     "proof.small_models": ("B", "H", "S", "V", "arguments", "batch", "config", "gpt", "hybrid"),
     "proof.stand_ins": ("Arguments", "forget", "module", "package", "quiet_training", "tilelang"),
     "cli": ("main",),
+    "features.linear_cross_entropy.module": ("LinearCrossEntropyModule",),
+    "features.linear_cross_entropy.heads": ("head_loss",),
     "modules.linear_cross_entropy": ("LinearCrossEntropyModule",),
     "modules.linear_cross_entropy_heads": ("head_loss",),
+    "ops.dsa_indexer": ("choose_keys", "indexer_loss"),
+    "ops.dsa_indexer_problem": ("Bounds", "Loss"),
+    "ops.rope": ("rotated",),
 }
 """What users' pages, recipes, patched files and entry points import."""
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from cppmega.edits import inserting, replacing
 
-OPENS = ("from cppmega.modules.dsa_forward import forward as _cppmega_forward",)
-BINDS = ("from cppmega.modules.dsa_forward import bound as _cppmega_bound",)
+OPENS = ("from cppmega.features.dsa.forward import forward as _cppmega_forward",)
+BINDS = ("from cppmega.features.dsa.forward import bound as _cppmega_bound",)
 
 OPENED_BY_BLOCK = replacing(
     "with rng_context, outer_quantization_context:",

@@ -101,7 +101,7 @@ def assert_released() -> None:
     """Assert that no `Forward` remains after the backward of all microbatches."""
     import gc
 
-    from cppmega.modules.dsa_forward import Forward
+    from cppmega.features.dsa.forward import Forward
 
     gc.collect()
     assert not any(isinstance(thing, Forward) for thing in gc.get_objects()), "a `Forward` leaks"
@@ -115,7 +115,7 @@ def assert_bound_by_te() -> None:
 
     from megatron.core.extensions import transformer_engine as extension
 
-    from cppmega.modules import dsa_forward
+    from cppmega.features.dsa import forward as dsa_forward
 
     package = "transformer_engine"
     names = (package, f"{package}.pytorch", f"{package}.pytorch.distributed")

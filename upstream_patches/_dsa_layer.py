@@ -48,7 +48,7 @@ def layer(q: Any, k: Any, weights: Any, topk: int, **config: Any) -> Any:
 
 def after_dense_steps() -> None:
     """Let the configuration choose the loss even if `dsa_dense_loss_warmup` is applied."""
-    from cppmega.modules import dsa_loss_schedule
+    from cppmega.features.dsa import loss_schedule as dsa_loss_schedule
 
     if dsa_loss_schedule.STEPS not in os.environ:
         os.environ[dsa_loss_schedule.STEPS] = "1"

@@ -13,9 +13,9 @@ from cppmega.catalogue.megatron_args import (
     variables,
 )
 from cppmega.errors import CppmegaError
+from cppmega.features.dsa import layer_kinds as kinds
 from cppmega.host import env
 from cppmega.host.cuda_graphs import graph_parts
-from cppmega.modules import dsa_layer_kinds as kinds
 
 
 def problems(args: Any) -> Iterator[CppmegaError]:

@@ -50,13 +50,13 @@ MODULES = """
 {"core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "gdn_norm_out"}
 """
 
-LAYERS = "from cppmega.modules import mhc_layers"
-OF_DEPTHS = "from cppmega.modules import mhc_depths"
+LAYERS = "from cppmega.features.mhc import layers as mhc_layers"
+OF_DEPTHS = "from cppmega.features.mhc import depths as mhc_depths"
 
 
 def _cppmega_attention(layer, args, kwargs):
     """Run the attention of a layer on what it reads of the streams."""
-    from cppmega.modules import mhc_layers
+    from cppmega.features.mhc import layers as mhc_layers
 
     if args:
         args = (mhc_layers.input_of(layer, "self_attention", args[0]), *args[1:])
@@ -69,7 +69,7 @@ def _cppmega_attention(layer, args, kwargs):
 
 def _cppmega_mlp(layer, hidden_states, *args, **kwargs):
     """Run the MLP of a layer on what it reads of the streams."""
-    from cppmega.modules import mhc_layers
+    from cppmega.features.mhc import layers as mhc_layers
 
     read = mhc_layers.input_of(layer, "mlp", hidden_states)
     with mhc_layers.around(layer, "mlp"):
@@ -78,7 +78,10 @@ def _cppmega_mlp(layer, hidden_states, *args, **kwargs):
 
 EXPANDED = f"{LAYERS}\n\nhidden_states = mhc_layers.expanded(self, hidden_states)"
 CONTRACTED = "hidden_states, cppmega_streams = mhc_layers.contracted(self, hidden_states)"
-HANDED_ON = "from cppmega.modules import mhc\n\nmhc.hand_on(hidden_states, cppmega_streams)"
+HANDED_ON = (
+    "from cppmega.features.mhc import connections\n\n"
+    "connections.hand_on(hidden_states, cppmega_streams)"
+)
 SAVED = f"{LAYERS}\n\nmhc_layers.with_head_saved(self, sharded_state_dict, prefix, metadata)"
 
 WHOLE = replacing(
@@ -103,7 +106,7 @@ EDITS = (
         target=CONFIG,
         pins={"0.19.2": "309bdcc165ffeabd"},
         edit=inserting(FIELDS, before="mtp_standalone: bool = False"),
-        imports=("from cppmega.modules.mhc_options import OneValue as _CppmegaOneValue",),
+        imports=("from cppmega.features.mhc.options import OneValue as _CppmegaOneValue",),
         mark="",
     ),
     Edit(
@@ -111,7 +114,7 @@ EDITS = (
         pins={"0.19.2": "fe98182ec35d935a"},
         edit=in_order(
             inserting(
-                "from cppmega.modules import mhc_options\n\nmhc_options.check(self)",
+                "from cppmega.features.mhc import options\n\noptions.check(self)",
                 after="super().__post_init__()",
             ),
             replacing(MODULES, MODULES.strip()[:-1] + ', "mhc"}'),
@@ -225,7 +228,7 @@ if self.post_process and self.post_layer_norm:
         target=SHAPES,
         pins={"0.19.2": "30136c352c056184"},
         edit=replacing("config.hidden_size", "_cppmega_width(config)"),
-        imports=("from cppmega.modules.mhc_options import width as _cppmega_width",),
+        imports=("from cppmega.features.mhc.options import width as _cppmega_width",),
         mark="",
     ),
     Edit(

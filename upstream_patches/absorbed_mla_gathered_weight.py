@@ -41,7 +41,7 @@ PATCH = Patch(
                 "_cppmega_arrived(self.linear_kv_up_proj)  # DDP may still gather its weight",
                 before=_FIRST,
             ),
-            imports=("from cppmega.modules.arrived import arrived as _cppmega_arrived",),
+            imports=("from cppmega.features.arrived import arrived as _cppmega_arrived",),
         ),
     ),
     reached="forward",

@@ -23,7 +23,7 @@ from cppmega.page import Edit, Patch, Source
 CALLER = "megatron/core/dist_checkpointing/strategies/async_utils.py:PersistentAsyncCaller"
 SCHEDULE = f"{CALLER}.schedule_async_call"
 DONE = f"{CALLER}.is_current_async_call_done"
-IMPORTS = ("from cppmega.modules import host_copies as _cppmega_copies",)
+IMPORTS = ("from cppmega.runtime import async_save_host_copies as _cppmega_copies",)
 
 
 def saves_so(args: Any) -> bool:
@@ -101,7 +101,7 @@ def verify() -> None:
 
     from cppmega.errors import CppmegaError
     from cppmega.host import memory
-    from cppmega.modules import host_copies
+    from cppmega.runtime import async_save_host_copies as host_copies
 
     pwrite = os.pwrite
     released = []

@@ -69,7 +69,7 @@ def _cppmega_attends(query, key, value, mask=None):
 
 def _cppmega_seen(indices, sk, mask=None, starts=None, ends=None, positions=None):
     """The chosen keys, -1 for those that a mask or their positions hide, and the rows' bounds."""
-    from cppmega.ops.dsa_indexer_problem import Bounds
+    from cppmega.ops.common.bounds import Bounds
 
     batch, sq, _ = indices.shape
     if starts is not None and (mask is not None or ends is None):
@@ -166,8 +166,8 @@ def _wide_obstacle(heads: int, latent: int, rotary: int) -> str | None:
     """Why the kernels for wide latents decline sizes on a Hopper GPU; None if they do not."""
     import torch  # not in the preflight of other models
 
+    from cppmega.ops.common.device import gpu_of
     from cppmega.ops.dsa_attention import absorbed_obstacle
-    from cppmega.ops.dsa_indexer_device import gpu_of
 
     return absorbed_obstacle(heads, latent + rotary, latent, gpu_of(torch.device("cpu")))
 

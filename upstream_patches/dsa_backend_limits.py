@@ -32,7 +32,7 @@ DSA = f"{FOLDER}/dsa.py"
 LAYER = f"{DSA}:DSAttention.__init__"
 
 BUILT = """
-from cppmega.modules.dsa_backend_limits import refuse_configuration
+from cppmega.runtime.dsa_backend_limits import refuse_configuration
 
 refuse_configuration(config)
 """
@@ -43,7 +43,7 @@ output = dsa_kernels.run_fused_absorbed_sparse_attention(
 """
 DECLINED = """
 if output is None:
-    from cppmega.modules.dsa_backend_limits import refuse_attention
+    from cppmega.runtime.dsa_backend_limits import refuse_attention
 
     refuse_attention(config, query, key, latent_v_channels)
 """
@@ -55,7 +55,7 @@ return unfused_dsa_fn(
 """
 NOT_ABSORBED = """
 if dsa_kernels.use_fused_dsa_kernels(config):
-    from cppmega.modules.dsa_backend_limits import refuse_attention
+    from cppmega.runtime.dsa_backend_limits import refuse_attention
 
     refuse_attention(config, query, key, value)
 """
@@ -71,7 +71,7 @@ with torch.no_grad():
 """
 INDEXER = """
 if use_fused_kernels:
-    from cppmega.modules.dsa_backend_limits import refuse_call
+    from cppmega.runtime.dsa_backend_limits import refuse_call
 
     refuse_call(self.config, "{0}", queries=q, keys=k, mask=float_mask)
 """

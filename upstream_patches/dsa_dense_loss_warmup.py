@@ -5,7 +5,7 @@ What: With `CPPMEGA_LEMYX_DSA=1` at apply, `DSAttention.forward` computes the in
     then over the selected keys, as `--dsa-indexer-use-sparse-loss` requests. The dense loss is that
     of `dsa_indexer_kernels`. Step N + 1 is the first with the sparse loss, and rank 0 prints this.
     `train_step` provides the step number, so that micro-batches, recomputations and a resumed run
-    agree; a custom training loop calls `cppmega.modules.dsa_loss_schedule.begin_step(iteration)`.
+    agree; a custom training loop calls `cppmega.features.dsa.loss_schedule.begin_step(iteration)`.
     Megatron's arguments, and therefore every checkpoint, contain the number of steps.
 Why: The sparse loss covers only the keys that the indexer has selected: an untrained indexer learns
     nothing about the keys that it misses. DeepSeek-V3.2 began with the dense loss, but Megatron has
@@ -30,7 +30,7 @@ from typing import Any
 from cppmega.catalogue.megatron_args import uses_dsa, variables
 from cppmega.edits import inserting
 from cppmega.errors import CppmegaError
-from cppmega.modules import dsa_loss_schedule
+from cppmega.features.dsa import loss_schedule as dsa_loss_schedule
 from cppmega.page import Edit, Patch, Source
 
 DSA = "megatron/core/transformer/experimental_attention_variant/dsa.py"
@@ -38,7 +38,7 @@ FORWARD = f"{DSA}:DSAttention.forward"
 STEP = "megatron/training/training.py:train_step"
 
 BEGIN_STEP = """
-from cppmega.modules.dsa_loss_schedule import begin_step
+from cppmega.features.dsa.loss_schedule import begin_step
 
 # Checkpoints hold the arguments, and the trainer compares them when it resumes.
 args.cppmega_dsa_dense_loss_steps = begin_step(iteration)
@@ -49,7 +49,7 @@ ASSIGNED = "sparse_indexer_loss = self.config.dsa_indexer_use_sparse_loss"
 
 def _cppmega_uses_sparse_loss(config):
     """Whether the loss of this step is over the chosen keys."""
-    from cppmega.modules.dsa_loss_schedule import uses_sparse_loss
+    from cppmega.features.dsa.loss_schedule import uses_sparse_loss
 
     return uses_sparse_loss(config)
 

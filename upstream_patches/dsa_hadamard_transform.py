@@ -45,7 +45,7 @@ PATCH = Patch(
                     # The package computes the same sums in the same order.
                     transform = hadamard_transform
                     if transform is None:
-                        from cppmega.ops.hadamard import walsh_hadamard as transform
+                        from cppmega.ops.pointwise.hadamard import walsh_hadamard as transform
                     """,
                 ),
                 replacing(

@@ -39,7 +39,7 @@ BLOCK = "megatron/core/transformer/transformer_block.py:TransformerBlock.__init_
 HYBRID = "megatron/core/models/hybrid/hybrid_model.py:HybridModel.__init__"
 
 KIND = """
-from cppmega.modules import dsa_layer_kinds
+from cppmega.features.dsa import layer_kinds as dsa_layer_kinds
 
 kind = dsa_layer_kinds.kind(self.layer_number)
 if kind is not None:  # otherwise Megatron's options have said it
@@ -51,7 +51,7 @@ INDEXER = """
 self.indexer = build_module(submodules.indexer, config=self.config, pg_collection=pg_collection)
 """
 INDEXER_OF_FULL = f"""
-from cppmega.modules import dsa_layer_kinds
+from cppmega.features.dsa import layer_kinds as dsa_layer_kinds
 
 kind = dsa_layer_kinds.kind(self.layer_number)
 self.index_share, self.source_layer = kind or (False, self.layer_number)
@@ -80,7 +80,7 @@ with _cppmega_stack(self.config, parsed.main_pattern or "", layer_type_list, lay
 
 def _cppmega_block(block):
     """Around the layers of a GPT model's stage: with DSA, all its layers are DSA layers."""
-    from cppmega.modules import dsa_layer_kinds
+    from cppmega.features.dsa import layer_kinds as dsa_layer_kinds
 
     if block.config.experimental_attention_variant != "dsa":
         return dsa_layer_kinds.decoder(block.config, (), ())
@@ -95,7 +95,7 @@ def _cppmega_block(block):
 
 def _cppmega_stack(config, pattern, letters, before):
     """Around the layers of a hybrid model's stage."""
-    from cppmega.modules import dsa_layer_kinds
+    from cppmega.features.dsa import layer_kinds as dsa_layer_kinds
 
     layers = dsa_layer_kinds.dsa_layers(pattern.replace("|", ""))
     return dsa_layer_kinds.decoder(config, layers, dsa_layer_kinds.dsa_layers(letters, before))

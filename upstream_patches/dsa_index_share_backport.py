@@ -55,7 +55,7 @@ FROM_INPUTS = inserting(SHARED, after="qr = qr.detach()")
 
 def _cppmega_keys():
     """The keys that Full layers chose in this forward, by layer number."""
-    from cppmega.modules.dsa_forward import current
+    from cppmega.features.dsa.forward import current
 
     return vars(current()).setdefault("dsa_keys", {})
 

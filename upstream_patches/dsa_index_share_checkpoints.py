@@ -25,8 +25,8 @@ from typing import Any
 from cppmega.catalogue.megatron_args import uses_dsa
 from cppmega.edits import appending, inserting
 from cppmega.errors import CppmegaError
-from cppmega.modules.dsa_index_checkpoints import indexed_layers, not_saved
 from cppmega.page import Edit, Patch, Source
+from cppmega.runtime.dsa_index_share_checkpoints import indexed_layers, not_saved
 
 from ._dsa_sharing import ignored, is_asked, lacking, problems
 
@@ -41,7 +41,7 @@ if strict in (
     StrictHandling.RAISE_UNEXPECTED,
     StrictHandling.RAISE_ALL,
 ):
-    from cppmega.modules.dsa_index_checkpoints import compare
+    from cppmega.runtime.dsa_index_share_checkpoints import compare
     from megatron.core.dist_checkpointing.dict_utils import nested_values
 
     compare(
@@ -50,7 +50,7 @@ if strict in (
     )
 """
 WATCH = """
-from cppmega.modules.dsa_index_checkpoints import watch_loading
+from cppmega.runtime.dsa_index_share_checkpoints import watch_loading
 
 watch_loading(self)
 """

@@ -54,11 +54,11 @@ from ._dsa_sharing import outside_stacks
 DSA = "megatron/core/transformer/experimental_attention_variant/dsa.py:DSAttention"
 CARRIER = f"{DSA}._get_index_share_carrier"
 MTP = "megatron/core/transformer/multi_token_prediction.py:MultiTokenPredictionBlock.forward"
-DEPTHS = ("from cppmega.modules.dsa_forward import Depths as _CppmegaDepths",)
+DEPTHS = ("from cppmega.features.dsa.forward import Depths as _CppmegaDepths",)
 
 
 def _get_index_share_carrier(self, packed_seq_params, attention_mask):
-    from cppmega.modules.dsa_forward import current
+    from cppmega.features.dsa.forward import current
 
     return current()
 

@@ -64,7 +64,8 @@ def _cppmega_serves(q, k, mask, key_positions=None):
 BY_BOUNDS = """
 def cppmega_indexer():
     from cppmega.ops.dsa_indexer import choose_keys, indexer_loss
-    from cppmega.ops.dsa_indexer_problem import Bounds, Loss
+    from cppmega.ops.common.bounds import Bounds
+    from cppmega.ops.dsa_indexer.problem import Loss
 
     bounds, use_relu = Bounds(), self.config.dsa_indexer_scoring_relu
     if sq != skv or not varlen_is_plain_causal:
@@ -92,7 +93,7 @@ if computes_topk and self.config.dsa_kernel_backend != "cudnn":
 CAUSAL = f"""
 def cppmega_indexer(coefficient):
     from cppmega.ops.dsa_indexer import choose_keys, indexer_loss
-    from cppmega.ops.dsa_indexer_problem import Loss
+    from cppmega.ops.dsa_indexer.problem import Loss
 
     topk, total = self.indexer.index_topk, None
     if coefficient is None:  # no gradient is wanted, and no loss

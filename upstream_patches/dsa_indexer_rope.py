@@ -15,7 +15,7 @@ Numerics: changes results: different channels are rotated. An indexer trained wi
     either be trained again or have its head channels permuted: the last r = qk_pos_emb_head_dim
     channels come first, the even ones before the odd ones, followed by the rest. This permutes the
     rows of `linear_wq_b.weight` (in every head), `linear_wk.weight`, `k_norm.weight` and
-    `k_norm.bias` (`cppmega.modules.dsa_indexer_rows.permuted`), after which the scores are the
+    `k_norm.bias` (`cppmega.runtime.dsa_indexer_rope.permuted`), after which the scores are the
     previous ones.
 """
 
@@ -27,7 +27,7 @@ from cppmega.page import Edit, Patch, Source
 INDEXER = "megatron/core/transformer/experimental_attention_variant/dsa.py:DSAIndexer"
 TARGET = f"{INDEXER}._apply_rope"
 CHECKPOINTS = "megatron/training/checkpointing.py"
-ROWS = ("from cppmega.modules import dsa_indexer_rows as _cppmega_rows",)
+ROWS = ("from cppmega.runtime import dsa_indexer_rope as _cppmega_rows",)
 
 
 def _apply_rope(self, x, rotary_pos_emb, mscale):

@@ -2,9 +2,10 @@
 
 What: `ColumnParallelLinear` is built with `--gradient-accumulation-fusion`, Megatron's default,
     where apex is not installed. Its backward pass then adds the gradient of the weight to the fp32
-    `main_grad` by `cppmega.ops.weight_gradient`, one product of cuBLAS; where apex is installed,
-    its kernel is still used. Layers of Transformer Engine have such a product of their own. Where
-    MTP depths look up the same weight in the last pipeline stage, their gradient is added, too.
+    `main_grad` by `cppmega.ops.common.weight_gradient`, one product of cuBLAS; where apex is
+    installed, its kernel is still used. Layers of Transformer Engine have such a product of their
+    own. Where MTP depths look up the same weight in the last pipeline stage, their gradient is
+    added, too.
 Why: Every model has at least one `ColumnParallelLinear`, its output layer, whose constructor fails
     with "the custom CUDA extension fused_weight_gradient_mlp_cuda module is not found". apex has no
     wheels, so runs turn the fusion off, for the layers of Transformer Engine, too: the gradient of
@@ -37,7 +38,7 @@ def _kernel(name: str) -> Any:
     return replacing(
         f"fused_weight_gradient_mlp_cuda.{name}",
         f"(fused_weight_gradient_mlp_cuda.{name} if _grad_accum_fusion_available "
-        "else _cppmega_add)",
+        "else _cppmega_products.add_weight_gradient)",
     )
 
 
@@ -69,9 +70,7 @@ PATCH = Patch(
                 "0.19.2": "4f4b9acc2b799a24",
             },
             edit=in_order(_kernel("wgrad_gemm_accum_fp32"), _kernel("wgrad_gemm_accum_fp16")),
-            imports=(
-                "from cppmega.ops.weight_gradient import add_weight_gradient as _cppmega_add",
-            ),
+            imports=("from cppmega.ops.common import weight_gradient as _cppmega_products",),
             mark="",
         ),
         Edit(
@@ -113,7 +112,7 @@ def verify() -> None:
     from megatron.core.tensor_parallel import layers
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from cppmega.ops import weight_gradient
+    from cppmega.ops.common import weight_gradient
     from cppmega.proof import cpu_shims
 
     cpu_shims.init_distributed()

@@ -21,7 +21,7 @@ from cppmega.page import Edit, Patch, Source
 DDP = "megatron/core/distributed"
 CHECKED = f"{DDP}/param_and_grad_buffer.py:_ParamAndGradBucketGroup.start_grad_sync"
 FINISHED = f"{DDP}/distributed_data_parallel.py:DistributedDataParallel.finish_grad_sync"
-MODULE = "cppmega.modules.grad_checks"
+MODULE = "cppmega.runtime.grad_checks_no_host_sync"
 CHOSEN = """
     check_for_nan_or_inf=self.ddp_config.check_for_nan_in_grad,
     check_for_large=self.ddp_config.check_for_large_grads,

@@ -1,13 +1,13 @@
 """Add n-gram and syntax embeddings to the token embedding, in the trunk and in MTP depths.
 
-What: `LanguageModelEmbedding` holds the modules that `cppmega.modules.input_embeddings` builds for
+What: `LanguageModelEmbedding` holds the modules that `cppmega.features.embeddings.layer` builds for
     it, and adds their output to the token embedding before scaling and dropout.
     `CPPMEGA_NGRAM_HASH` and `CPPMEGA_STRUCTURE`, which the trainer sets from the recipe's fields
     `ngram_hash` and `structure`, give the sizes; without them nothing is added. GPT and hybrid
     models do each token's lookups on the complete sequence: no n-gram crosses the start of a
     document, which is known from the end token, the position ids or the boundaries of a pack, and
     an MTP depth embeds a token as the trunk does. A custom training loop attaches the end token and
-    the structure ids to the tokens with `cppmega.modules.input_embeddings.feeding`; a model that
+    the structure ids to the tokens with `cppmega.features.embeddings.layer.feeding`; a model that
     does not receive them, or receives an id for which it has no row, stops. The first stage and the
     MTP stage of a pipeline hold one set of parameters, with summed gradients and one entry in a
     checkpoint; every tensor-parallel rank holds all of it. The n-gram multipliers have a seed of
@@ -33,7 +33,8 @@ from typing import Any
 from cppmega.catalogue.megatron_args import variables
 from cppmega.edits import adding_parameter, appending, in_order, inserting, replacing
 from cppmega.errors import CppmegaError
-from cppmega.modules import input_embedding_sizes, stated_sizes
+from cppmega.features import stated_sizes
+from cppmega.features.embeddings import sizes as input_embedding_sizes
 from cppmega.page import Edit, Patch, Source
 
 EMBEDDING = (
@@ -60,13 +61,13 @@ if self.input_embeddings is not None:
     embeddings = self.input_embeddings(further_ids, embeddings)
 """
 SUMMED = """
-from cppmega.modules.input_embeddings import shared_parameters
+from cppmega.features.embeddings.layer import shared_parameters
 
 for found in shared_parameters(config):
     _allreduce_embedding_grad(model, embd_group, pp_group, found, config=config)
 """
 DECLARED = """
-from cppmega.modules.input_embeddings import declare
+from cppmega.features.embeddings.layer import declare
 
 declare(self)
 """
@@ -74,14 +75,14 @@ declare(self)
 
 def _cppmega_of_trunk(embedding, input_ids, position_ids, packed_seq_params):
     """The embedding as the trunk calls it for a batch."""
-    from cppmega.modules.input_embeddings import of_trunk
+    from cppmega.features.embeddings.layer import of_trunk
 
     return of_trunk(embedding, input_ids, position_ids, packed_seq_params)
 
 
 def _cppmega_for_depths(mtp):
     """The MTP block as it is called, with the embedding as its depths call it for a batch."""
-    from cppmega.modules.input_embeddings import for_depths
+    from cppmega.features.embeddings.layer import for_depths
 
     return for_depths(mtp)
 
@@ -107,7 +108,7 @@ PATCH = Patch(
             pins={"0.19.2": "a12dcf0224fd3355"},
             edit=appending(
                 """
-                from cppmega.modules.input_embeddings import for_embedding
+                from cppmega.features.embeddings.layer import for_embedding
 
                 self.input_embeddings = for_embedding(self)
                 """
@@ -180,7 +181,7 @@ def verify() -> None:
 
     import torch
 
-    from cppmega.modules.input_embeddings import feeding
+    from cppmega.features.embeddings.layer import feeding
     from cppmega.proof import small_models
 
     sizes = input_embedding_sizes.NgramHash((2,), 2, (89, 97), 4)

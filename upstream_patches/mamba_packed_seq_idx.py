@@ -19,7 +19,7 @@ from typing import Any
 
 from cppmega.catalogue.megatron_args import layer_pattern, variables
 from cppmega.edits import body_of, replacing
-from cppmega.modules import mixer_sizes
+from cppmega.features.mixers import sizes as mixer_sizes
 from cppmega.page import Edit, Patch, Source
 
 MIXER = "megatron/core/ssm/mamba_mixer.py:MambaMixer"

@@ -5,8 +5,8 @@ What: With `--enable-mhc-connections` a model has `--mhc-num-residual-streams` r
     the parameters and their shapes are those of 0.20 (the names of the dev branch are accepted,
     too): layers of a hybrid stack are wrapped, layers of a GPT model have two sites, MTP depths
     read the streams, and pipeline stages pass all of them on. The definition is that of
-    `cppmega/ops/mhc_reference.py`, which also computes it, unless `--use-fused-mhc` selects the
-    kernels of `cppmega/ops/mhc.py`; a run that requests the kernels and cannot use them stops.
+    `cppmega/ops/mhc/naive.py`, which also computes it, unless `--use-fused-mhc` selects the
+    kernels of `cppmega/ops/mhc`; a run that requests the kernels and cannot use them stops.
     `--recompute-modules mhc` keeps the streams with which a block of layers begins
     (`--mhc-recompute-layer-num`; of a model's first block the embeddings, of which its streams are
     copies) and recomputes the others. A block needs all its streams at once in the backward pass,
@@ -39,7 +39,7 @@ from typing import Any
 
 from cppmega.catalogue.megatron_args import shares_dsa_keys
 from cppmega.errors import CppmegaError
-from cppmega.modules.mhc_options import other_models, problems
+from cppmega.features.mhc.options import other_models, problems
 from cppmega.page import Patch, Source
 
 from ._mhc_edits import CORE, EDITS, PRESENT

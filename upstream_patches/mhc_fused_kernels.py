@@ -30,13 +30,13 @@ BACKENDS = "megatron/core/fusions/fused_mhc_kernels.py:_mhc_backend_status"
 
 USED = """
 if config.use_fused_mhc:
-    from cppmega.modules import mhc_in_megatron
+    from cppmega.runtime import mhc_fused_kernels as mhc_in_megatron
 
     mhc_in_megatron.use_kernels(self)
 """
 WEIGHTS = """
 def cppmega_weights():
-    from cppmega.modules import mhc_in_megatron
+    from cppmega.runtime import mhc_fused_kernels as mhc_in_megatron
 
     return tuple(mhc_in_megatron.weights(self, x))
 if self.config.use_fused_mhc:
@@ -44,7 +44,7 @@ if self.config.use_fused_mhc:
 """
 READ = """
 def cppmega_read():
-    from cppmega.modules import mhc_in_megatron
+    from cppmega.runtime import mhc_fused_kernels as mhc_in_megatron
 
     return mhc_in_megatron.read(self, hidden_states)
 if self.config.use_fused_mhc:
@@ -168,7 +168,8 @@ def _site(width: int, dtype: Any, **options: Any) -> Any:
 
 def _reference_ops() -> dict[str, Any]:
     """The ops of `cppmega.ops.mhc` in plain torch."""
-    from cppmega.ops import mhc, mhc_reference
+    from cppmega.ops import mhc
+    from cppmega.ops.mhc import naive as mhc_reference
 
     def weights(streams, parameters, iterations, *, fuse_accumulation=False):
         return mhc_reference.weights(streams, parameters, iterations)
@@ -188,7 +189,7 @@ def _assert_reference(site: Any, bound: float) -> None:
 
     import torch
 
-    from cppmega.ops import mhc_reference
+    from cppmega.ops.mhc import naive as mhc_reference
 
     def dropout(x, p=0.5, training=True, inplace=False):  # of known values
         return x * (p + 1)

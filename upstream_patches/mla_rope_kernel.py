@@ -1,8 +1,8 @@
 """Compute the rotary embedding of MLA in one kernel forward and one backward.
 
-What: `_apply_rotary_pos_emb_bshd` rotates MLA's queries and keys on a GPU with `cppmega.ops.rope`;
-    other attention's, and calls that its kernel does not support (with a warning that gives the
-    reason), by Megatron's code.
+What: `_apply_rotary_pos_emb_bshd` rotates MLA's queries and keys on a GPU with
+    `cppmega.ops.pointwise.rope`; other attention's, and calls that its kernel does not support
+    (with a warning that gives the reason), by Megatron's code.
 Why: Megatron's fused RoPE does not know the order of MLA's columns, and DSA refuses it. The unfused
     code launches some ten kernels forward and fifteen backward for the queries and again for the
     keys of every layer, most of which copy the tensor: about 40 of 2,800 ms of kernels in a step of
@@ -56,13 +56,13 @@ PATCH = Patch(
                 "0.18.2": "b4a5375e37b337db",
             },
             edit=_taking("multi_latent_attention"),
-            imports=("from cppmega.ops import rope as _cppmega_rope",),
+            imports=("from cppmega.ops.pointwise import rope as _cppmega_rope",),
         ),
         Edit(
             target=TARGET,
             pins={"0.19.2": "1ca2a403acaf344b"},
             edit=_taking("mla_rotary_interleaved"),
-            imports=("from cppmega.ops import rope as _cppmega_rope",),
+            imports=("from cppmega.ops.pointwise import rope as _cppmega_rope",),
         ),
     ),
     reached="forward",
@@ -80,7 +80,7 @@ def verify() -> None:
     import torch
     from megatron.core.models.common.embeddings import rope_utils
 
-    from cppmega.ops import rope_reference
+    from cppmega.ops.pointwise import rope_naive as rope_reference
     from cppmega.proof import stand_ins
 
     warnings.simplefilter("ignore")  # of calls that the kernel does not support

@@ -30,7 +30,7 @@ if (
     getattr(config, 'cross_entropy_loss_fusion', False)
     and config.cross_entropy_fusion_impl == 'linear'
 ):
-    from cppmega.modules.linear_cross_entropy_heads import find_head
+    from cppmega.features.linear_cross_entropy.heads import find_head
 
     linear_ce = find_head(
         output_layer,
@@ -96,7 +96,7 @@ def without_logits(accepted: str):  # type: ignore[no-untyped-def]
 INLINE_FIND = """
 linear_ce = None  # what computes a depth's loss without its logits
 if self.config.cross_entropy_loss_fusion and self.config.cross_entropy_fusion_impl == 'linear':
-    from cppmega.modules.linear_cross_entropy_heads import find_head
+    from cppmega.features.linear_cross_entropy.heads import find_head
 
     linear_ce = find_head(
         self.output_layer,

@@ -20,7 +20,7 @@ from cppmega.page import Edit, Patch, Source
 OPTIMIZER = "megatron/core/optimizer/distrib_optimizer.py:DistributedOptimizer"
 GRADS = f"{OPTIMIZER}._copy_model_grads_to_main_grads"
 PARAMS = f"{OPTIMIZER}._copy_main_params_to_model_params"
-IMPORTS = ("from cppmega.modules import optimizer_shards as _cppmega_shards",)
+IMPORTS = ("from cppmega.runtime import optimizer_copies_at_once as _cppmega_shards",)
 
 
 def copies_here(args: Any) -> bool:

@@ -28,7 +28,8 @@ from typing import Any
 from cppmega.catalogue.megatron_args import variables
 from cppmega.edits import in_order, inserting, replacing
 from cppmega.errors import CppmegaError
-from cppmega.modules import mixer_sizes, stated_sizes
+from cppmega.features import stated_sizes
+from cppmega.features.mixers import sizes as mixer_sizes
 from cppmega.page import Edit, Patch, Source
 
 ALLOCATION = "megatron/core/models/hybrid/hybrid_layer_allocation.py"
@@ -41,7 +42,7 @@ ONLY_IN_0_19 = (
 
 def _cppmega_layer_spec(stock, letter):
     """The spec of a layer M or R."""
-    from cppmega.modules.hybrid_mixers import layer_spec
+    from cppmega.features.mixers.hybrid import layer_spec
 
     return layer_spec(stock, letter)
 

@@ -1,8 +1,8 @@
 """Compute the backward of a router's scores in one kernel.
 
 What: With `--moe-router-dtype fp32`, `RouterGatingLinearFunction` takes its gradients on a GPU from
-    `cppmega.ops.router_gating`, or from Megatron's code with a warning that gives the reason.
-    Without it, nothing changes.
+    `cppmega.ops.pointwise.router_gating`, or from Megatron's code with a warning that gives the
+    reason. Without it, nothing changes.
 Why: Megatron casts the hidden states to fp32 in every layer, multiplies them in TF32, and casts the
     gradient back: 24 of 2,800 ms of kernels in a step of NAM56R on two H200, for products of 16
     columns. The kernel takes 5.8.
@@ -47,7 +47,7 @@ PATCH = Patch(
                 """,
                 after="grad_output = grad_output.view(-1, grad_shape[-1])",
             ),
-            imports=("from cppmega.ops import router_gating as _cppmega_gating",),
+            imports=("from cppmega.ops.pointwise import router_gating as _cppmega_gating",),
         ),
     ),
     reached="backward",
@@ -66,7 +66,7 @@ def verify() -> None:
     import torch
     from megatron.core.transformer.moe import moe_utils
 
-    from cppmega.ops import router_gating_reference
+    from cppmega.ops.pointwise import router_gating_naive as router_gating_reference
     from cppmega.proof import stand_ins
 
     bf16, fp32, fp64 = torch.bfloat16, torch.float32, torch.float64

@@ -44,7 +44,7 @@ def _edit(function: str, pins: dict[str, str]) -> Edit:
         target=f"{FILE}:{function}",
         pins=pins,
         edit=replacing(f"torch.ops.te_moe.{name}", f"_cppmega_direct({operator})"),
-        imports=("from cppmega.modules.direct_operators import direct as _cppmega_direct",),
+        imports=("from cppmega.runtime.te_permutation_calls import direct as _cppmega_direct",),
         distribution="transformer-engine",
         # Dispatchers sort chunks only where a rank has several experts.
         mark="" if "sort" in function else None,

@@ -26,7 +26,7 @@ MODULE = EXTENSION.removesuffix(".py").replace("/", ".")
 LINEAR = f"{EXTENSION}:TELinear.forward"
 EXPERTS = f"{EXTENSION}:TEGroupedLinear.forward"
 NORM = f"{EXTENSION}:TENorm.__new__"
-IMPORTS = ("from cppmega.modules import te_layers as _cppmega_te",)
+IMPORTS = ("from cppmega.runtime import te_plain_layers as _cppmega_te",)
 
 
 def has_its_layers(args: Any) -> bool:
@@ -115,7 +115,7 @@ def verify() -> None:
 
     import torch
 
-    from cppmega.modules import te_layers
+    from cppmega.runtime import te_plain_layers as te_layers
 
     from . import _te_modules
 

@@ -77,7 +77,11 @@ def _no_gpu(recipe: Recipe, why: str) -> CppmegaError:
 
 def _kernel_modules(recipe: Recipe | None) -> list[str]:
     """The modules that a run imports late: with its first layer or its first kernel."""
-    modules = ["triton", "transformer_engine.pytorch", "cppmega.ops.linear_cross_entropy_triton"]
+    modules = [
+        "triton",
+        "transformer_engine.pytorch",
+        "cppmega.ops.linear_cross_entropy.kernels_triton",
+    ]
     if recipe is not None and recipe.uses_tilelang:
         variant = "megatron.core.transformer.experimental_attention_variant"
         modules += ["tilelang", f"{variant}.dsa_tilelang_kernels"]

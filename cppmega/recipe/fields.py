@@ -11,11 +11,12 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from cppmega.errors import CppmegaError
+from cppmega.features import stated_sizes
+from cppmega.features.dsa import loss_schedule as dsa_loss_schedule
+from cppmega.features.embeddings.sizes import NgramHash, Structure
+from cppmega.features.mixers.sizes import M2RNN, Mamba3
+from cppmega.features.stated_sizes import Count, Positive, PositiveReal
 from cppmega.host import env
-from cppmega.modules import dsa_loss_schedule, stated_sizes
-from cppmega.modules.input_embedding_sizes import NgramHash, Structure
-from cppmega.modules.mixer_sizes import M2RNN, Mamba3
-from cppmega.modules.stated_sizes import Count, Positive, PositiveReal
 from cppmega.recipe import layer_pattern as patterns
 
 Kind = Literal["hybrid", "gpt", "loop"]

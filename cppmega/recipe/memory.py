@@ -23,7 +23,7 @@ GIB = 2**30
 _CONTEXT = 2 * GIB
 """CUDA context, cuBLAS and cuDNN workspaces, NCCL buffers."""
 _CHUNK = GIB
-"""`LOGITS_BYTES` of `cppmega.ops.linear_cross_entropy_chunks`, which imports torch; the logits of
+"""`LOGITS_BYTES` of `cppmega.ops.linear_cross_entropy.chunks`, which imports torch; the logits of
 fewer tokens take less."""
 _UNFUSED_SCORES = 3
 """Full fp32 score tensors that unfused DSA keeps per layer: scores, softmax, and the mask or its

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from cppmega.errors import CppmegaError
+from cppmega.features.dsa import layer_kinds as dsa_layer_kinds
 from cppmega.host.wording import counted
-from cppmega.modules import dsa_layer_kinds
 from cppmega.recipe.fields import Fields, invalid
 
 

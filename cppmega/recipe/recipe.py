@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from cppmega.errors import CppmegaError, closest, suggestion
-from cppmega.modules.input_embedding_sizes import NgramHash, Structure
-from cppmega.modules.mixer_sizes import M2RNN, Mamba3
+from cppmega.features.embeddings.sizes import NgramHash, Structure
+from cppmega.features.mixers.sizes import M2RNN, Mamba3
 from cppmega.recipe import field_types, validate
 from cppmega.recipe.fields import Fields, GraphPool
 

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 from cppmega.errors import CppmegaError
+from cppmega.features.dsa import layer_kinds as dsa_layer_kinds
+from cppmega.features.mhc import options as mhc_options
+from cppmega.features.mixers import sizes as mixer_sizes
 from cppmega.host.wording import counted
-from cppmega.modules import dsa_layer_kinds, mhc_options, mixer_sizes
 from cppmega.recipe import pipeline
 from cppmega.recipe.fields import FORBIDDEN_ARGUMENTS, Fields, invalid
 from cppmega.tree import accepted

@@ -26,11 +26,13 @@ PRODUCTS = "products"
 HEADS = "products of the heads"
 _DSA, _M2RNN, _MAMBA3, _NGRAMS = "DSA", "M2RNN", "Mamba-3", "n-gram hash"
 _ROUTERS = "routers"
+_HEADS = "losses of the heads"
 _FAMILIES = {
-    # Beginning of a file's name in cppmega.ops -> what its kernels compute.
+    # Beginning of a folder's name in cppmega.ops, or of a file's, -> what its kernels compute.
+    "bits": _DSA,
     "dsa_": _DSA,
     "hadamard": _DSA,
-    "linear_cross_entropy": "losses of the heads",
+    "linear_cross_entropy": _HEADS,
     "m2rnn": _M2RNN,
     "mamba3": _MAMBA3,
     "mhc": "hyper-connections",
@@ -38,6 +40,7 @@ _FAMILIES = {
     "packed_conv": _M2RNN,
     "rope": "rotary embedding",
     "router_gating": _ROUTERS,
+    "scaled": _HEADS,
     "split_columns": _MAMBA3,
 }
 _AROUND = {
@@ -204,12 +207,18 @@ def _family(families: frozenset[str], inside: tuple[str, ...]) -> str:
 def own_kernels() -> dict[str, frozenset[str]]:
     """The names of the Triton kernels of `cppmega.ops`, and what those of a name compute."""
     found: dict[str, frozenset[str]] = {}
-    for file in files("cppmega.ops").iterdir():
-        text = file.read_text() if file.name.endswith(".py") else ""
-        for name in _kernels(text) if "triton" in text else ():
-            family = next(of for begin, of in _FAMILIES.items() if file.name.startswith(begin))
-            found[name] = found.get(name, frozenset()) | {family}
+    for folder in files("cppmega.ops").iterdir():
+        for file in folder.iterdir() if folder.is_dir() else ():
+            if file.name.endswith("_triton.py"):
+                family = _family_of(folder.name, file.name)
+                for name in _kernels(file.read_text()):
+                    found[name] = found.get(name, frozenset()) | {family}
     return found
+
+
+def _family_of(folder: str, file: str) -> str:
+    names = (folder, file)
+    return next(of for begin, of in _FAMILIES.items() if any(n.startswith(begin) for n in names))
 
 
 def _kernels(text: str) -> Iterator[str]:

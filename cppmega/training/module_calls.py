@@ -80,5 +80,5 @@ def _error(read: Sequence[str]) -> CppmegaError:
         "With --overlap-param-gather, Megatron waits for parameters before the call of their "
         "module: these may be read as they were a step before.",
         "cppmega status shows which patches are applied; in code of yours, call the module or ask "
-        "for it with cppmega.modules.arrived; --set overlap_param_gather=False is slower",
+        "for it with cppmega.features.arrived; --set overlap_param_gather=False is slower",
     )

@@ -16,9 +16,9 @@ from msgspec import UNSET
 from cppmega import guard
 from cppmega.catalogue import megatron_args
 from cppmega.errors import CppmegaError
+from cppmega.features.dsa import loss_schedule as dsa_loss_schedule
 from cppmega.host.wording import counted
 from cppmega.live import live_code
-from cppmega.modules import dsa_loss_schedule
 from cppmega.overlay import receipt
 from cppmega.overlay import record as overlay_record
 from cppmega.recipe.arithmetic import flops, megatron_flops, parameters

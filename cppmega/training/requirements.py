@@ -15,9 +15,10 @@ from typing import Any
 from cppmega.checkpoints import files as checkpoint_files
 from cppmega.checkpoints import tracker as checkpoint_tracker
 from cppmega.errors import CppmegaError
+from cppmega.features.embeddings import sizes as input_embedding_sizes
+from cppmega.features.mixers import sizes as mixer_sizes
 from cppmega.host import allocator, env
 from cppmega.host.wording import counted
-from cppmega.modules import input_embedding_sizes, mixer_sizes
 from cppmega.overlay import receipt
 from cppmega.overlay.verbs import Session
 from cppmega.overlay.verdict import Verdict

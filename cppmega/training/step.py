@@ -64,7 +64,7 @@ class ForwardStep:
 
     def forward(self, batch: Batch, model: Any) -> torch.Tensor:
         """Run the model on a micro-batch; on the last pipeline stage, returns a loss per token."""
-        from cppmega.modules.input_embeddings import feeding
+        from cppmega.features.embeddings.layer import feeding
 
         self._watch.begin(model)
         output: torch.Tensor = model(

@@ -15,7 +15,8 @@ te.install()
 import json, os
 
 import torch
-from cppmega.modules import mixer_sizes, stated_sizes
+from cppmega.features.mixers import sizes as mixer_sizes
+from cppmega.features import stated_sizes
 from cppmega.proof import cpu_shims
 from megatron.core.tensor_parallel import random
 from tests.upstream_patches import test_selective_fp8_moe as small

@@ -8,8 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cppmega.modules.direct_operators import direct  # noqa: E402
 from cppmega.proof import operations  # noqa: E402
+from cppmega.runtime.te_permutation_calls import direct  # noqa: E402
 
 
 @torch.library.custom_op("cppmega_tests::scaled", mutates_args=[])

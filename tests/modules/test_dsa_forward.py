@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from cppmega.errors import CppmegaError
-from cppmega.modules import dsa_forward
-from cppmega.modules.dsa_forward import Depths, bound, current, forward
+from cppmega.features.dsa import forward as dsa_forward
+from cppmega.features.dsa.forward import Depths, bound, current, forward
 
 
 @pytest.fixture(scope="module", autouse=True)

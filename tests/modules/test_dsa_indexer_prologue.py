@@ -12,9 +12,9 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor  # noqa: E402
 
-from cppmega.modules.dsa_indexer_prologue import find_rotary  # noqa: E402
-from cppmega.ops.dsa_indexer_prologue import Rotary, prepare_index_inputs  # noqa: E402
-from cppmega.ops.dsa_indexer_prologue_reference import rotated  # noqa: E402
+from cppmega.ops.pointwise.dsa_indexer_prologue import Rotary, prepare_index_inputs  # noqa: E402
+from cppmega.ops.pointwise.dsa_indexer_prologue_naive import rotated  # noqa: E402
+from cppmega.runtime.dsa_indexer_prologue import find_rotary  # noqa: E402
 from tests.ops.dsa_indexer_prologue_checks import angles, tensors  # noqa: E402
 
 

@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cppmega.errors import CppmegaError
-from cppmega.modules import dsa_layer_kinds as kinds
+from cppmega.features.dsa import layer_kinds as kinds
 
 NAM56R = [5, 9, 13, 21, 25, 29, 37, 41, 45]
 LAYERS = st.sets(st.integers(1, 60), min_size=1, max_size=12).map(sorted)

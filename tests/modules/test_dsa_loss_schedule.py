@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cppmega.errors import CppmegaError
-from cppmega.modules import dsa_loss_schedule as schedule
+from cppmega.features.dsa import loss_schedule as schedule
 
 GOOD = {
     "dsa_indexer_loss_coeff": 0.1,

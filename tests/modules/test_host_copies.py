@@ -14,7 +14,7 @@ import torch
 from torch import multiprocessing
 
 from cppmega.errors import CppmegaError
-from cppmega.modules import host_copies
+from cppmega.runtime import async_save_host_copies as host_copies
 
 _SECONDS = 120
 _TYPES = (torch.bfloat16, torch.float32, torch.int64, torch.uint8, torch.bool)

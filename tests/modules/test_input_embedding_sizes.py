@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from cppmega.errors import CppmegaError
-from cppmega.modules import input_embedding_sizes as sizes
+from cppmega.features.embeddings import sizes
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.recipe import NgramHash, Structure
 from cppmega.recipe.render import missing, render

@@ -81,7 +81,7 @@ def stock(setup: Setup, layer: Any, hidden: Any, scale: float = 1.0) -> Any:
 def check_values(setup: Setup) -> None:
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    from cppmega.modules.linear_cross_entropy import LinearCrossEntropyModule
+    from cppmega.features.linear_cross_entropy.module import LinearCrossEntropyModule
 
     for scale in (1.0, 0.5):
         theirs, ours = setup.layer(ColumnParallelLinear), setup.layer(LinearCrossEntropyModule)
@@ -112,7 +112,7 @@ def check_values(setup: Setup) -> None:
 def check_logits_form(setup: Setup) -> None:
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    from cppmega.modules.linear_cross_entropy import LinearCrossEntropyModule
+    from cppmega.features.linear_cross_entropy.module import LinearCrossEntropyModule
 
     theirs, ours = setup.layer(ColumnParallelLinear), setup.layer(LinearCrossEntropyModule)
     for options in ({}, {"runtime_gather_output": True}, {"weight": 2 * theirs.weight.detach()}):
@@ -137,7 +137,7 @@ def check_logits_form(setup: Setup) -> None:
 
 
 def check_tied_and_detached_weight(setup: Setup) -> None:
-    from cppmega.modules.linear_cross_entropy import LinearCrossEntropyModule
+    from cppmega.features.linear_cross_entropy.module import LinearCrossEntropyModule
 
     tied = setup.weight.chunk(setup.ranks)[setup.rank].clone().requires_grad_()
     layer = setup.layer(LinearCrossEntropyModule, skip_weight_param_allocation=True)
@@ -151,7 +151,7 @@ def check_tied_and_detached_weight(setup: Setup) -> None:
 
 
 def check_padding_columns(setup: Setup) -> None:
-    from cppmega.modules.linear_cross_entropy import LinearCrossEntropyModule
+    from cppmega.features.linear_cross_entropy.module import LinearCrossEntropyModule
 
     layer = setup.layer(LinearCrossEntropyModule)
     loss = layer(setup.inputs(), labels=setup.labels, vocab_size=V - 5).loss
@@ -163,7 +163,7 @@ def check_padding_columns(setup: Setup) -> None:
 
 
 def check_main_grad_and_hooks(setup: Setup) -> None:
-    from cppmega.modules.linear_cross_entropy import LinearCrossEntropyModule
+    from cppmega.features.linear_cross_entropy.module import LinearCrossEntropyModule
 
     plain, fused = (setup.layer(LinearCrossEntropyModule) for _ in range(2))
     plain(setup.inputs(), labels=setup.labels).loss.sum().backward()
@@ -182,7 +182,7 @@ def check_main_grad_and_hooks(setup: Setup) -> None:
 
 def check_obstacles(setup: Setup) -> None:
     from cppmega.errors import CppmegaError
-    from cppmega.modules.linear_cross_entropy import LinearCrossEntropyModule
+    from cppmega.features.linear_cross_entropy.module import LinearCrossEntropyModule
 
     layer = setup.layer(LinearCrossEntropyModule)
     assert layer.loss_obstacle() is None

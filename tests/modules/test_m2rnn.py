@@ -23,8 +23,8 @@ from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from cppmega.modules.m2rnn import M2RNNMixer
-from cppmega.modules.padded_columns import padded_columns
+from cppmega.features.mixers.m2rnn import M2RNNMixer
+from cppmega.features.mixers.padded_columns import padded_columns
 from cppmega.recipe import M2RNN
 from cppmega.recipe import arithmetic
 from cppmega.smoke.checkpoint import keep_saves_here

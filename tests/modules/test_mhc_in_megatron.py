@@ -12,9 +12,10 @@ torch = pytest.importorskip("torch")
 from torch import Tensor  # noqa: E402
 
 from cppmega.errors import CppmegaError  # noqa: E402
-from cppmega.modules import mhc, mhc_in_megatron  # noqa: E402
+from cppmega.features.mhc import connections as mhc  # noqa: E402
 from cppmega.ops import mhc as kernels  # noqa: E402
-from cppmega.ops import mhc_reference as reference  # noqa: E402
+from cppmega.ops.mhc import naive as reference  # noqa: E402
+from cppmega.runtime import mhc_fused_kernels as mhc_in_megatron  # noqa: E402
 from tests.ops.in_interpreter import run  # noqa: E402
 
 N, C = 2, 16

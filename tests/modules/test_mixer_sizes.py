@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from cppmega.errors import CppmegaError
-from cppmega.modules import mixer_sizes as sizes
-from cppmega.modules import stated_sizes
+from cppmega.features import stated_sizes
+from cppmega.features.mixers import sizes
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.render import missing, render
 from cppmega.training import requirements

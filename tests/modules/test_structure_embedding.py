@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from cppmega.modules.input_embedding_sizes import Structure
-from cppmega.modules.structure_embedding import StructureEmbedding
+from cppmega.features.embeddings.sizes import Structure
+from cppmega.features.embeddings.structure import StructureEmbedding
 
 KINDS = torch.tensor([[0, 8, 3, 3, 1], [2, 2, 0, 5, 8]])
 DEPTHS = torch.tensor([[0, 15, 1, 2, 2], [7, 7, 0, 15, 3]])

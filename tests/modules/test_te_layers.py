@@ -14,8 +14,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cppmega.modules import te_layers  # noqa: E402
-from cppmega.ops import weight_gradient  # noqa: E402
+from cppmega.ops.common import weight_gradient  # noqa: E402
+from cppmega.runtime import te_plain_layers as te_layers  # noqa: E402
 
 
 def quiet(state: str = "") -> ModuleType:

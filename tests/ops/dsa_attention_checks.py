@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cppmega.ops import dsa_attention_backward_triton as backward
-from cppmega.ops import dsa_attention_forward_triton as forward
-from cppmega.ops import dsa_attention_reference as reference
-from cppmega.ops.dsa_attention_autograd import absorbed
-from cppmega.ops.dsa_attention_problem import Absorbed
-from cppmega.ops.dsa_indexer_problem import Bounds
+from cppmega.ops.common.bounds import Bounds
+from cppmega.ops.dsa_attention import backward_triton as backward
+from cppmega.ops.dsa_attention import forward_triton as forward
+from cppmega.ops.dsa_attention import naive as reference
+from cppmega.ops.dsa_attention.autograd import absorbed
+from cppmega.ops.dsa_attention.problem import Absorbed
 from tests.ops.dsa_indexer_checks import documents, relative
 
 __all__ = ["Bounds", "Shape", "check", "check_errors", "documents", "drawn", "gradients"]

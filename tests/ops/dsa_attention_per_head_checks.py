@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cppmega.ops import dsa_attention_bits_triton as bits
-from cppmega.ops import dsa_attention_per_head as per_head
-from cppmega.ops import dsa_attention_per_head_tiles as tiles
-from cppmega.ops import dsa_attention_per_head_triton as kernels
-from cppmega.ops import dsa_attention_reference as reference
-from cppmega.ops.dsa_indexer_bounds import RowBounds
-from cppmega.ops.dsa_indexer_problem import Bounds
+from cppmega.ops.common.bounds import Bounds, RowBounds
+from cppmega.ops.dsa_attention import bits_triton as bits
+from cppmega.ops.dsa_attention import naive as reference
+from cppmega.ops.dsa_attention import per_head
+from cppmega.ops.dsa_attention import per_head_tiles as tiles
+from cppmega.ops.dsa_attention import per_head_triton as kernels
 from tests.ops.dsa_indexer_checks import relative
 from tests.ops.test_dsa_indexer import documents
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cppmega.ops import dsa_attention_reference as reference
-from cppmega.ops import dsa_attention_wide_backward_triton as backward
-from cppmega.ops.dsa_attention_problem import Absorbed, Attended
-from cppmega.ops.dsa_attention_wide_triton import forward
-from cppmega.ops.dsa_indexer_problem import Bounds
+from cppmega.ops.common.bounds import Bounds
+from cppmega.ops.dsa_attention import naive as reference
+from cppmega.ops.dsa_attention import wide_backward_triton as backward
+from cppmega.ops.dsa_attention.problem import Absorbed, Attended
+from cppmega.ops.dsa_attention.wide_triton import forward
 from tests.ops.dsa_indexer_checks import relative
 from tests.ops.test_dsa_indexer import documents
 

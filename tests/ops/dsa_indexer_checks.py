@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cppmega.ops import dsa_indexer_autograd as autograd
-from cppmega.ops import dsa_indexer_dense_triton as dense
-from cppmega.ops import dsa_indexer_per_head_triton as per_head
-from cppmega.ops import dsa_indexer_reference as reference
-from cppmega.ops import dsa_indexer_tiles_triton as tiles
-from cppmega.ops import dsa_indexer_topk_triton as topk_kernels
-from cppmega.ops.dsa_indexer import indexer_loss
-from cppmega.ops.dsa_indexer_problem import Bounds, Loss
+from cppmega.ops.common.bounds import Bounds
+from cppmega.ops.dsa_indexer import autograd, indexer_loss
+from cppmega.ops.dsa_indexer import dense_triton as dense
+from cppmega.ops.dsa_indexer import naive as reference
+from cppmega.ops.dsa_indexer import per_head_triton as per_head
+from cppmega.ops.dsa_indexer import tiles_triton as tiles
+from cppmega.ops.dsa_indexer import topk_triton as topk_kernels
+from cppmega.ops.dsa_indexer.problem import Loss
 from tests.ops.test_dsa_indexer import documents, inputs, rows_that_count
 
 __all__ = [

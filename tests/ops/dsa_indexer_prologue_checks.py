@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cppmega.ops.dsa_indexer_prologue import Inputs, Rotary
-from cppmega.ops.dsa_indexer_prologue import _Prepare as Prepare
-from cppmega.ops.dsa_indexer_prologue_reference import rotated, wide
+from cppmega.ops.pointwise.dsa_indexer_prologue import Inputs, Rotary
+from cppmega.ops.pointwise.dsa_indexer_prologue import _Prepare as Prepare
+from cppmega.ops.pointwise.dsa_indexer_prologue_naive import rotated, wide
 
 
 def angles(count: int, width: int, *, adjacent: bool = False) -> Tensor:

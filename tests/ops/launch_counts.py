@@ -11,8 +11,6 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cppmega import ops
-
 FREE = re.compile(
     "alias|as_strided|detach|(new_)?empty(_like|_strided)?|expand|permute|select|slice|split|"
     "squeeze|t|transpose|unbind|unsqueeze|_?(unsafe_)?view"
@@ -54,11 +52,12 @@ class Launches(TorchDispatchMode):  # type: ignore[misc]
         return names
 
 
-def modules_of(prefix: str) -> list[ModuleType]:
-    """The modules of Triton kernels whose names begin like this."""
+def modules_of(family: str, prefix: str = "") -> list[ModuleType]:
+    """The modules of a family's Triton kernels; those whose names begin with `prefix`."""
+    package = importlib.import_module(f"cppmega.ops.{family}")
     return [
-        importlib.import_module(f"cppmega.ops.{found.name}")
-        for found in pkgutil.iter_modules(ops.__path__)
+        importlib.import_module(f"{package.__name__}.{found.name}")
+        for found in pkgutil.iter_modules(package.__path__)
         if found.name.startswith(prefix) and found.name.endswith("_triton")
     ]
 

@@ -11,27 +11,25 @@ from torch import Tensor
 from cppmega.ops import (
     dsa_attention,
     dsa_indexer,
-    dsa_indexer_prologue,
-    hadamard_triton,
     linear_cross_entropy,
     m2rnn,
-    mamba3_scan_autograd,
     mhc,
     ngram_hash,
     packed_conv,
-    rope,
-    router_gating,
 )
-from cppmega.ops import dsa_indexer_dense_triton as dense
-from cppmega.ops import dsa_indexer_tiles_triton as tiles
-from cppmega.ops import dsa_indexer_topk_triton as topk
-from cppmega.ops import linear_cross_entropy_reference as linear_ce_reference
-from cppmega.ops import linear_cross_entropy_triton as linear_ce_triton
-from cppmega.ops.dsa_indexer_problem import Bounds, Loss
-from cppmega.ops.grouped_linear import grouped_linear
-from cppmega.ops.linear import linear, padded_linear
-from cppmega.ops.mamba3_reference import Inputs, Parameters
-from cppmega.ops.split_columns import split_columns
+from cppmega.ops.common.bounds import Bounds
+from cppmega.ops.dsa_indexer import dense_triton as dense
+from cppmega.ops.dsa_indexer import tiles_triton as tiles
+from cppmega.ops.dsa_indexer import topk_triton as topk
+from cppmega.ops.dsa_indexer.problem import Loss
+from cppmega.ops.linear_cross_entropy import kernels_triton as linear_ce_triton
+from cppmega.ops.linear_cross_entropy import naive as linear_ce_reference
+from cppmega.ops.mamba3 import autograd as mamba3_scan_autograd
+from cppmega.ops.mamba3.naive import Inputs, Parameters
+from cppmega.ops.pointwise import dsa_indexer_prologue, hadamard_triton, rope, router_gating
+from cppmega.ops.pointwise.grouped_linear import grouped_linear
+from cppmega.ops.pointwise.linear import linear, padded_linear
+from cppmega.ops.pointwise.split_columns import split_columns
 from tests.ops.layouts import EXPANDED, LAYOUTS
 from tests.ops.test_grouped_linear import products
 
@@ -268,7 +266,7 @@ def _rotated(t: Tensor, angles: Tensor) -> Tensor:
 
 
 def _transformed(x: Tensor) -> Tensor:
-    from cppmega.ops.hadamard import walsh_hadamard
+    from cppmega.ops.pointwise.hadamard import walsh_hadamard
 
     return walsh_hadamard(x, 0.5) if x.is_cuda else hadamard_triton.transform(x.detach(), 0.5)
 

@@ -10,7 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cppmega.ops import m2rnn, m2rnn_reference, packed_conv, packed_conv_reference
+from cppmega.ops import m2rnn, packed_conv
+from cppmega.ops.m2rnn import naive as m2rnn_reference
+from cppmega.ops.packed_conv import naive as packed_conv_reference
 
 Op = Callable[..., Tensor]
 RECURRENCE = (m2rnn.m2rnn, m2rnn_reference.m2rnn)

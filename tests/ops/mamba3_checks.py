@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cppmega.ops.mamba3_reference import Inputs, Parameters, decay_rate
+from cppmega.ops.mamba3.naive import Inputs, Parameters, decay_rate
 
 
 class Shape(NamedTuple):

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cppmega.ops import mamba3_reference as reference
-from cppmega.ops.mamba3_reference import Definition, Inputs, Parameters
+from cppmega.ops.mamba3 import naive as reference
+from cppmega.ops.mamba3.naive import Definition, Inputs, Parameters
 from tests.ops.mamba3_checks import Shape, drawn, leaves
 from tests.ops.mamba3_operands_checks import of_a_projection
 

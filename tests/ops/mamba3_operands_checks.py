@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cppmega.ops import mamba3_operands as operands
-from cppmega.ops.mamba3_reference import Definition, Inputs, Parameters
+from cppmega.ops.mamba3 import operands
+from cppmega.ops.mamba3.naive import Definition, Inputs, Parameters
 from tests.ops.mamba3_checks import Shape, drawn
 
 READ = operands.Gradients._fields

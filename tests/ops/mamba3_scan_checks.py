@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from cppmega.ops.mamba3_reference import Inputs
-from cppmega.ops.mamba3_scan_autograd import mixed
+from cppmega.ops.mamba3.autograd import mixed
+from cppmega.ops.mamba3.naive import Inputs
 from tests.ops.mamba3_checks import Shape
 from tests.ops.mamba3_errors import Mix, by_kernels, errors, given_for
 

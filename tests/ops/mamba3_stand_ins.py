@@ -11,8 +11,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from cppmega.ops import mamba3_kernels as kernels
-from cppmega.ops import mamba3_reference as reference
+from cppmega.ops.mamba3 import external as kernels
+from cppmega.ops.mamba3 import naive as reference
 
 
 def turned(Angles: Tensor, DT: Tensor, cu_seqlens: Tensor | None = None, **_: Any) -> Tensor:

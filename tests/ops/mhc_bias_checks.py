@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cppmega.ops import mhc_parts_triton as in_parts
-from cppmega.ops import mhc_projection_triton as projections
-from cppmega.ops import mhc_streams_gradient_triton as streams_gradients
+from cppmega.ops.mhc import parts_triton as in_parts
+from cppmega.ops.mhc import projection_triton as projections
+from cppmega.ops.mhc import streams_gradient_triton as streams_gradients
 from tests.ops.mhc_checks import (
     NAMES,
     Shape,

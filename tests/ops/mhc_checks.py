@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from cppmega.ops import mhc
-from cppmega.ops import mhc_reference as reference
-from cppmega.ops.mhc_reference import Parameters
+from cppmega.ops.mhc import naive as reference
+from cppmega.ops.mhc.naive import Parameters
 
 
 class Shape(NamedTuple):

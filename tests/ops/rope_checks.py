@@ -6,7 +6,8 @@ import itertools
 
 import torch
 
-from cppmega.ops import rope, rope_reference
+from cppmega.ops.pointwise import rope
+from cppmega.ops.pointwise import rope_naive as rope_reference
 
 WAYS = ((False, False), (True, False), (False, True))
 """Adjacent, gathered."""

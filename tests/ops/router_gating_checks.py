@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from cppmega.ops import router_gating, router_gating_reference
+from cppmega.ops.pointwise import router_gating
+from cppmega.ops.pointwise import router_gating_naive as router_gating_reference
 
 
 def check(

@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from cppmega.ops.split_columns import split_columns
+from cppmega.ops.pointwise.split_columns import split_columns
 
 WIDTHS = (520, 16, 1, 3, 8)
 

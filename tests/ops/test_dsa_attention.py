@@ -9,15 +9,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cppmega.ops import dsa_attention_reference as reference  # noqa: E402
+from cppmega.ops.common.bounds import Bounds  # noqa: E402
+from cppmega.ops.common.device import Gpu  # noqa: E402
+from cppmega.ops.common.dispatch import debugging  # noqa: E402
 from cppmega.ops.dsa_attention import (  # noqa: E402
     absorbed_obstacle,
     obstacle,
     sparse_attention,
 )
-from cppmega.ops.dsa_indexer_device import Gpu  # noqa: E402
-from cppmega.ops.dsa_indexer_problem import Bounds  # noqa: E402
-from cppmega.ops.kernel_choice import debugging  # noqa: E402
+from cppmega.ops.dsa_attention import naive as reference  # noqa: E402
 from tests.ops.in_interpreter import run  # noqa: E402
 
 pytestmark = pytest.mark.slow

@@ -9,37 +9,37 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from cppmega.ops import (  # noqa: E402
-    dsa_attention_backward_triton,
-    dsa_attention_bits_triton,
-    dsa_attention_forward_triton,
-    dsa_attention_order_triton,
-    dsa_attention_per_head_triton,
-    dsa_attention_problem,
-    dsa_attention_wide_backward_triton,
-    dsa_attention_wide_triton,
-    dsa_indexer_bits_triton,
+from cppmega.ops.common import bits_triton as common_bits  # noqa: E402
+from cppmega.ops.common.device import LEAST_SHARED, Gpu  # noqa: E402
+from cppmega.ops.dsa_attention import (  # noqa: E402
+    backward_triton,
+    bits_triton,
+    forward_triton,
+    order_triton,
+    per_head_triton,
+    problem,
+    wide_backward_triton,
+    wide_triton,
 )
-from cppmega.ops.dsa_attention_autograd import absorbed  # noqa: E402
-from cppmega.ops.dsa_attention_per_head import per_head  # noqa: E402
-from cppmega.ops.dsa_attention_problem import Absorbed  # noqa: E402
-from cppmega.ops.dsa_indexer_device import LEAST_SHARED, Gpu  # noqa: E402
+from cppmega.ops.dsa_attention.autograd import absorbed  # noqa: E402
+from cppmega.ops.dsa_attention.per_head import per_head  # noqa: E402
+from cppmega.ops.dsa_attention.problem import Absorbed  # noqa: E402
 from tests.ops.kernel_memory import LIMITS, Launch, record, shared_memory  # noqa: E402
 from tests.ops.launch_counts import kernels_of  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
-CHOOSING = (dsa_attention_per_head_triton, dsa_attention_problem)
+CHOOSING = (per_head_triton, problem)
 """The modules that ask for the GPU to choose their tiles."""
 MODULES = (
-    dsa_attention_backward_triton,
-    dsa_attention_bits_triton,
-    dsa_attention_forward_triton,
-    dsa_attention_order_triton,
-    dsa_attention_per_head_triton,
-    dsa_attention_wide_backward_triton,
-    dsa_attention_wide_triton,
-    dsa_indexer_bits_triton,
+    backward_triton,
+    bits_triton,
+    forward_triton,
+    order_triton,
+    per_head_triton,
+    wide_backward_triton,
+    wide_triton,
+    common_bits,
 )
 SMALL = {"_bits_kernel", "_lists_kernel", "_count_kernel", "_sum_kernel", "_shared_kernel"}
 """Kernels without a product: they take at most 2 KiB, and the tiles of no GPU change that."""

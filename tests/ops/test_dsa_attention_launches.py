@@ -10,8 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from cppmega.ops import dsa_attention, dsa_indexer_bits_triton  # noqa: E402
-from cppmega.ops.dsa_indexer_problem import Bounds  # noqa: E402
+from cppmega.ops import dsa_attention  # noqa: E402
+from cppmega.ops.common import bits_triton as dsa_indexer_bits_triton  # noqa: E402
+from cppmega.ops.common.bounds import Bounds  # noqa: E402
 from cppmega.proof.host_sync import no_host_sync  # noqa: E402
 from tests.ops.launch_counts import Launches, kernels_of, modules_of  # noqa: E402
 from tests.ops.test_dsa_indexer_launches import bounds_of  # noqa: E402

@@ -7,9 +7,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from cppmega.ops import dsa_attention_per_head as per_head  # noqa: E402
-from cppmega.ops.dsa_attention_per_head_tiles import HOPPER, OTHERS, tiles_for  # noqa: E402
-from cppmega.ops.dsa_indexer_device import LEAST_SHARED, Gpu  # noqa: E402
+from cppmega.ops.common.device import LEAST_SHARED, Gpu  # noqa: E402
+from cppmega.ops.dsa_attention import per_head  # noqa: E402
+from cppmega.ops.dsa_attention.per_head_tiles import HOPPER, OTHERS, tiles_for  # noqa: E402
 from tests.ops.in_interpreter import run  # noqa: E402
 
 pytestmark = pytest.mark.slow

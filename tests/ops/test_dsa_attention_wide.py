@@ -6,9 +6,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cppmega.ops.dsa_attention_wide_tiles import tiles_of, wide_obstacle  # noqa: E402
-from cppmega.ops.dsa_indexer_device import Gpu  # noqa: E402
-from cppmega.ops.dsa_indexer_problem import Bounds  # noqa: E402
+from cppmega.ops.common.bounds import Bounds  # noqa: E402
+from cppmega.ops.common.device import Gpu  # noqa: E402
+from cppmega.ops.dsa_attention.wide_tiles import tiles_of, wide_obstacle  # noqa: E402
 from tests.ops.in_interpreter import run  # noqa: E402
 from tests.ops.kernel_memory import LIMITS  # noqa: E402
 from tests.ops.test_dsa_indexer import documents  # noqa: E402

@@ -11,7 +11,6 @@ torch = pytest.importorskip("torch")
 from torch import Tensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from cppmega.ops import dsa_indexer_reference as reference  # noqa: E402
 from cppmega.ops.dsa_indexer import (  # noqa: E402
     Bounds,
     Loss,
@@ -19,6 +18,7 @@ from cppmega.ops.dsa_indexer import (  # noqa: E402
     indexer_loss,
     obstacle,
 )
+from cppmega.ops.dsa_indexer import naive as reference  # noqa: E402
 from cppmega.proof.host_sync import no_host_sync  # noqa: E402
 from tests.ops.in_interpreter import run  # noqa: E402
 
@@ -259,13 +259,14 @@ class Operators(TorchDispatchMode):  # type: ignore[misc]
 
 def counted(monkeypatch: pytest.MonkeyPatch, sq: int, batch: int, **how: Any) -> tuple[int, int]:
     """Launches of the forward and of the backward of one call."""
-    from cppmega.ops import dsa_indexer_autograd, linear_cross_entropy_triton
-    from cppmega.ops import dsa_indexer_dense_triton as dense
-    from cppmega.ops import dsa_indexer_sparse_triton as sparse
-    from cppmega.ops import dsa_indexer_tiles_triton as tiles
-    from cppmega.ops import dsa_indexer_topk_triton as topk
+    from cppmega.ops.dsa_indexer import autograd as dsa_indexer_autograd
+    from cppmega.ops.dsa_indexer import dense_triton as dense
+    from cppmega.ops.dsa_indexer import sparse_triton as sparse
+    from cppmega.ops.dsa_indexer import tiles_triton as tiles
+    from cppmega.ops.dsa_indexer import topk_triton as topk
+    from cppmega.ops.common import scaled_triton
 
-    for module in (dense, sparse, tiles, topk, linear_cross_entropy_triton):
+    for module in (dense, sparse, tiles, topk, scaled_triton):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Recorder())
     made = inputs(sq, batch, 2, 16, (2, 1, 16), dtype=torch.bfloat16)

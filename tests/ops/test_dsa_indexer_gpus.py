@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from torch import Tensor  # noqa: E402
 
-from cppmega.ops import dsa_indexer_device as device  # noqa: E402
+from cppmega.ops.common import device  # noqa: E402
 from cppmega.ops.dsa_indexer import obstacle  # noqa: E402
 from tests.ops.kernel_memory import LIMITS, Launch, record, shared_memory  # noqa: E402
 
@@ -27,16 +27,17 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
     The log-sum-exp is two kernels: over all keys, and over those whose bit is set.
     """
-    from cppmega.ops import dsa_indexer_bits_triton as bits
-    from cppmega.ops import dsa_indexer_dense_triton as dense
-    from cppmega.ops import dsa_indexer_per_head_triton as per_head
-    from cppmega.ops import dsa_indexer_prologue_triton as prologue
-    from cppmega.ops import dsa_indexer_sparse_triton as sparse
-    from cppmega.ops import dsa_indexer_tiles_triton as tiles
-    from cppmega.ops import dsa_indexer_topk_triton as topk
-    from cppmega.ops.dsa_indexer_autograd import Call, indexer_loss_on_cuda
-    from cppmega.ops.dsa_indexer_problem import Bounds, Loss
-    from cppmega.ops.dsa_indexer_prologue import Rotary
+    from cppmega.ops.common import bits_triton as bits
+    from cppmega.ops.common.bounds import Bounds
+    from cppmega.ops.dsa_indexer import dense_triton as dense
+    from cppmega.ops.dsa_indexer import per_head_triton as per_head
+    from cppmega.ops.dsa_indexer import sparse_triton as sparse
+    from cppmega.ops.dsa_indexer import tiles_triton as tiles
+    from cppmega.ops.dsa_indexer import topk_triton as topk
+    from cppmega.ops.dsa_indexer.autograd import Call, indexer_loss_on_cuda
+    from cppmega.ops.dsa_indexer.problem import Loss
+    from cppmega.ops.pointwise import dsa_indexer_prologue_triton as prologue
+    from cppmega.ops.pointwise.dsa_indexer_prologue import Rotary
 
     found = record(monkeypatch, (bits, dense, per_head, prologue, sparse, tiles, topk))
 
@@ -65,7 +66,7 @@ def name_of(kernel: Any, given: dict[str, Any]) -> str:
 def test_shared_memory_of_every_kernel(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = LIMITS[arch] * 1024
     gpu = device.Gpu((arch // 10, arch % 10), limit)
-    for module in ("dsa_indexer_sparse_triton", "dsa_indexer_tiles_triton"):
+    for module in ("dsa_indexer.sparse_triton", "dsa_indexer.tiles_triton"):
         monkeypatch.setattr(f"cppmega.ops.{module}.gpu_of", lambda _: gpu)
     taken = {
         name_of(kernel, given): shared_memory(kernel, given, arch)

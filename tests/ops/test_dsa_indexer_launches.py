@@ -15,14 +15,13 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from cppmega.ops import (  # noqa: E402
-    dsa_indexer,
-    dsa_indexer_prologue,
-    dsa_indexer_tiles_triton,
-    linear_cross_entropy_triton,
-)
-from cppmega.ops.dsa_indexer_problem import Bounds, Loss  # noqa: E402
-from cppmega.ops.dsa_indexer_prologue import Rotary, prepare_index_inputs  # noqa: E402
+from cppmega.ops import dsa_indexer  # noqa: E402
+from cppmega.ops.common import scaled_triton  # noqa: E402
+from cppmega.ops.common.bounds import Bounds  # noqa: E402
+from cppmega.ops.dsa_indexer import tiles_triton as dsa_indexer_tiles_triton  # noqa: E402
+from cppmega.ops.dsa_indexer.problem import Loss  # noqa: E402
+from cppmega.ops.pointwise import dsa_indexer_prologue  # noqa: E402
+from cppmega.ops.pointwise.dsa_indexer_prologue import Rotary, prepare_index_inputs  # noqa: E402
 from cppmega.proof.host_sync import no_host_sync  # noqa: E402
 from tests.ops.dsa_indexer_prologue_checks import angles  # noqa: E402
 from tests.ops.launch_counts import Launches, kernels_of, modules_of  # noqa: E402
@@ -31,14 +30,18 @@ pytestmark = pytest.mark.slow
 
 LIMIT = 25
 """Launches of one layer's indexer, forward and backward each."""
-MODULES = modules_of("dsa_indexer")
+MODULES = [
+    *modules_of("common", "bits"),
+    *modules_of("dsa_indexer"),
+    *modules_of("pointwise", "dsa_indexer"),
+]
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """The kernels' path, without a GPU."""
     counted = Launches()
-    for module in (*MODULES, linear_cross_entropy_triton):
+    for module in (*MODULES, scaled_triton):
         for name in kernels_of(module):
             monkeypatch.setattr(module, name, counted.recorder(name))
     for module in (dsa_indexer, dsa_indexer_prologue):

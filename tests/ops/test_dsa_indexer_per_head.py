@@ -90,8 +90,8 @@ def trained(made: tuple[Tensor, ...], topk: int, repeatable: bool) -> list[Tenso
 def test_gradients_repeat_on_cuda_and_do_not_depend_on_the_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from cppmega.ops import dsa_indexer_per_head_triton as per_head
-    from cppmega.ops import dsa_indexer_tiles_triton as tiles
+    from cppmega.ops.dsa_indexer import per_head_triton as per_head
+    from cppmega.ops.dsa_indexer import tiles_triton as tiles
 
     made = drawn(1000, 2)
     first = trained(made, 128, repeatable=True)

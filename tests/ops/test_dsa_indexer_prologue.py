@@ -11,12 +11,12 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor  # noqa: E402
 
-from cppmega.ops.dsa_indexer_prologue import (  # noqa: E402
+from cppmega.ops.pointwise.dsa_indexer_prologue import (  # noqa: E402
     Rotary,
     obstacle,
     prepare_index_inputs,
 )
-from cppmega.ops.hadamard import walsh_hadamard  # noqa: E402
+from cppmega.ops.pointwise.hadamard import walsh_hadamard  # noqa: E402
 from cppmega.proof.host_sync import no_host_sync  # noqa: E402
 from tests.ops.dsa_indexer_prologue_checks import angles, check_prologue, tensors  # noqa: E402
 from tests.ops.in_interpreter import run  # noqa: E402
@@ -154,8 +154,8 @@ assert Prepare.apply(*empty, Rotary(angles=angles(1, 8)), True, 1.0)[0].shape ==
 @pytest.mark.parametrize("s, b", [(3, 1), (70, 4)])
 def test_three_launches_each_way(s: int, b: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from cppmega.ops import dsa_indexer_prologue as prologue
-    from cppmega.ops import dsa_indexer_prologue_triton as kernels
+    from cppmega.ops.pointwise import dsa_indexer_prologue as prologue
+    from cppmega.ops.pointwise import dsa_indexer_prologue_triton as kernels
 
     monkeypatch.setattr(kernels, "_prologue_kernel", Recorder())
     monkeypatch.setattr(prologue, "obstacle", lambda *call: None)

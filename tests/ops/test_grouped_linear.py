@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cppmega.ops.grouped_linear import grouped_linear  # noqa: E402
+from cppmega.ops.pointwise.grouped_linear import grouped_linear  # noqa: E402
 
 SPLITS = [3, 0, 5]
 K, N = 4, 6

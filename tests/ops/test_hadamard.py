@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor  # noqa: E402
 
-from cppmega.ops.hadamard import walsh_hadamard  # noqa: E402
+from cppmega.ops.pointwise.hadamard import walsh_hadamard  # noqa: E402
 from cppmega.proof.host_sync import no_host_sync  # noqa: E402
 from tests.ops.in_interpreter import run  # noqa: E402
 
@@ -99,7 +99,7 @@ def test_asks_the_device_for_nothing() -> None:
 
 
 def test_the_file_imports_without_torch() -> None:
-    code = "import sys; sys.modules['torch'] = None; import cppmega.ops.hadamard"
+    code = "import sys; sys.modules['torch'] = None; import cppmega.ops.pointwise.hadamard"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -107,7 +107,8 @@ def test_the_kernel_gives_the_bits_of_torch() -> None:
     pytest.importorskip("triton")
     code = """
 import torch
-from cppmega.ops import hadamard, hadamard_triton
+from cppmega.ops.pointwise import hadamard
+from cppmega.ops.pointwise import hadamard_triton
 
 for n in [1 << power for power in range(11)] + [1 << 15]:
     for dtype in (torch.float32, torch.float16):

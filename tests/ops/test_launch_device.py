@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from triton.runtime import KernelInterface
 
 import cppmega
-from cppmega.ops import launch_device
+from cppmega.ops.common import launch as launch_device
 
 
 class FakeTensor:
@@ -112,7 +112,7 @@ def test_the_first_argument_selects_the_device(
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_on_the_second_gpu_while_the_first_is_current() -> None:
-    from cppmega.ops.hadamard import walsh_hadamard
+    from cppmega.ops.pointwise.hadamard import walsh_hadamard
 
     x = torch.randn(8, 64, device="cuda:1", dtype=torch.bfloat16, requires_grad=True)
     with torch.cuda.device(0):

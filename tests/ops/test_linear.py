@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from torch.nn.functional import linear  # noqa: E402
 
-from cppmega.ops import linear as op  # noqa: E402
+from cppmega.ops.pointwise import linear as op  # noqa: E402
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ torch = pytest.importorskip("torch")
 
 from cppmega.errors import CppmegaError  # noqa: E402
 from cppmega.ops import linear_cross_entropy as op  # noqa: E402
-from cppmega.ops import linear_cross_entropy_external as external  # noqa: E402
-from cppmega.ops.linear_cross_entropy import linear_cross_entropy  # noqa: E402
+from cppmega.ops.linear_cross_entropy import external, linear_cross_entropy  # noqa: E402
 from tests.ops.linear_cross_entropy_cases import make_case  # noqa: E402
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from torch import Tensor  # noqa: E402
 
 from cppmega.ops.linear_cross_entropy import linear_cross_entropy  # noqa: E402
-from cppmega.ops.linear_cross_entropy_chunks import LOGITS_BYTES, default_chunk_tokens  # noqa: E402
+from cppmega.ops.linear_cross_entropy.chunks import LOGITS_BYTES, default_chunk_tokens  # noqa: E402
 from tests.ops.linear_cross_entropy_cases import (  # noqa: E402
     UPSTREAMS,
     Calls,

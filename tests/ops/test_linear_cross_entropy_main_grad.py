@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from cppmega.errors import CppmegaError  # noqa: E402
 from cppmega.ops.linear_cross_entropy import linear_cross_entropy  # noqa: E402
-from cppmega.ops.linear_cross_entropy_autograd import main_grad_of  # noqa: E402
+from cppmega.ops.linear_cross_entropy.autograd import main_grad_of  # noqa: E402
 from tests.ops.linear_cross_entropy_cases import UPSTREAMS, dense, error, make_case, run  # noqa: E402
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from cppmega.ops.linear_cross_entropy import linear_cross_entropy  # noqa: E402
-from cppmega.ops.linear_cross_entropy_chunks import softmax_of  # noqa: E402
+from cppmega.ops.linear_cross_entropy.chunks import softmax_of  # noqa: E402
 from tests import forkserver  # noqa: E402
 from tests.ops import in_interpreter  # noqa: E402
 from tests.ops.linear_cross_entropy_cases import (  # noqa: E402
@@ -83,8 +83,8 @@ check_interpreted()
 
 def check_interpreted() -> None:
     """The Triton kernels against the reference's rows, on the CPU (where bf16 is not exact)."""
-    from cppmega.ops import linear_cross_entropy_reference as reference
-    from cppmega.ops import linear_cross_entropy_triton as kernels
+    from cppmega.ops.linear_cross_entropy import kernels_triton as kernels
+    from cppmega.ops.linear_cross_entropy import naive as reference
 
     kernels.ROW_GROUPS = 4  # several steps per row, as with a real vocabulary
     for dtype, std, vocabulary, columns in (

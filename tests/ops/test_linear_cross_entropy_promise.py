@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cppmega.ops.linear_cross_entropy_autograd import deferred_scalar  # noqa: E402
+from cppmega.ops.linear_cross_entropy.autograd import deferred_scalar  # noqa: E402
 from tests.ops.linear_cross_entropy_cases import dense, error, make_case, promised, run  # noqa: E402
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from torch import Tensor  # noqa: E402
 
 from cppmega.errors import CppmegaError  # noqa: E402
 from cppmega.ops import m2rnn as op  # noqa: E402
-from cppmega.ops import m2rnn_reference as reference  # noqa: E402
+from cppmega.ops.m2rnn import naive as reference  # noqa: E402
 from cppmega.ops.packed_conv import packed_conv  # noqa: E402
 from tests.ops.in_interpreter import run  # noqa: E402
 from tests.ops.kernel_memory import check_fits, record  # noqa: E402
@@ -151,9 +151,9 @@ def interpreted(program: str) -> None:
     pytest.importorskip("triton")
     run(
         "from tests.ops.m2rnn_checks import *\n"
-        "from cppmega.ops import m2rnn_backward_triton, m2rnn_forward_triton\n"
-        "m2rnn_forward_triton.CHUNK, m2rnn_backward_triton.PROGRAMS = 4, 2\n"
-        "m2rnn_forward_triton.ROWS = 16\n"
+        "from cppmega.ops.m2rnn import backward_triton, forward_triton\n"
+        "forward_triton.CHUNK, backward_triton.PROGRAMS = 4, 2\n"
+        "forward_triton.ROWS = 16\n"
         f"half, full = torch.float16, torch.float32\n{program}"
     )
 

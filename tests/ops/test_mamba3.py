@@ -18,8 +18,8 @@ from torch import Tensor  # noqa: E402
 
 from cppmega.errors import CppmegaError  # noqa: E402
 from cppmega.ops import mamba3  # noqa: E402
-from cppmega.ops import mamba3_kernels as kernels  # noqa: E402
-from cppmega.ops import mamba3_reference as reference  # noqa: E402
+from cppmega.ops.mamba3 import external as kernels  # noqa: E402
+from cppmega.ops.mamba3 import naive as reference  # noqa: E402
 from tests.ops import mamba3_stand_ins  # noqa: E402
 from tests.ops.mamba3_checks import Shape, drawn, leaves, token_by_token  # noqa: E402
 from tests.ops.mamba3_errors import WIDE  # noqa: E402
@@ -167,7 +167,7 @@ def test_mamba_ssm_is_imported_without_the_compiled_scan_of_mamba_1(tmp_path: Pa
     (tmp_path / "scanning.py").write_text("import selective_scan_cuda as scan\n")
     code = """
     import importlib.util
-    from cppmega.ops.mamba3_kernels import of_mamba_ssm
+    from cppmega.ops.mamba3.external import of_mamba_ssm
 
     scan = of_mamba_ssm("scanning").scan
     assert importlib.util.find_spec("selective_scan_cuda") is not None

@@ -6,8 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cppmega.ops import mamba3_operands as operands  # noqa: E402
-from cppmega.ops import mamba3_operands_triton as kernels  # noqa: E402
+from cppmega.ops.mamba3 import operands  # noqa: E402
+from cppmega.ops.mamba3 import operands_triton as kernels  # noqa: E402
 from tests.ops.in_interpreter import run  # noqa: E402
 from tests.ops.kernel_memory import LIMITS, record, shared_memory  # noqa: E402
 from tests.ops.mamba3_checks import Shape, drawn  # noqa: E402

@@ -6,9 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cppmega.ops import mamba3_operands as operands  # noqa: E402
-from cppmega.ops import mamba3_scan as scan  # noqa: E402
-from cppmega.ops.dsa_indexer_device import Gpu  # noqa: E402
+from cppmega.ops.common.device import Gpu  # noqa: E402
+from cppmega.ops.mamba3 import operands, scan  # noqa: E402
 from tests.ops.in_interpreter import run  # noqa: E402
 from tests.ops.kernel_memory import LIMITS, record, shared_memory  # noqa: E402
 from tests.ops.mamba3_checks import Shape, drawn  # noqa: E402
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 INTERPRETED = """
 import torch
-from cppmega.ops import mamba3_scan as scan
+from cppmega.ops.mamba3 import scan
 from tests.ops.mamba3_checks import Shape
 from tests.ops.mamba3_scan_checks import check, check_layouts
 torch.manual_seed(0)

@@ -13,7 +13,7 @@ from torch import Tensor  # noqa: E402
 
 from cppmega.errors import CppmegaError  # noqa: E402
 from cppmega.ops import mhc  # noqa: E402
-from cppmega.ops import mhc_reference as reference  # noqa: E402
+from cppmega.ops.mhc import naive as reference  # noqa: E402
 from tests.ops.in_interpreter import run  # noqa: E402
 from tests.ops.mhc_checks import Shape, drawn  # noqa: E402
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cppmega.ops import ngram_hash, ngram_hash_reference
+from cppmega.ops import ngram_hash
+from cppmega.ops.ngram_hash import naive as ngram_hash_reference
 from tests.ops import ngram_hash_checks
 from tests.ops.in_interpreter import run
 from tests.ops.kernel_memory import check_fits, record
@@ -85,7 +86,7 @@ def test_the_number_of_tables_is_checked() -> None:
 
 CHECKS = """
 import torch
-from cppmega.ops import ngram_hash_triton
+from cppmega.ops.ngram_hash import kernels_triton as ngram_hash_triton
 from tests.ops.ngram_hash_checks import check
 ngram_hash_triton.BLOCK, ngram_hash_triton.RUN = 16, 4
 check(torch.float32, 16, 77)

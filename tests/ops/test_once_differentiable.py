@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from cppmega.modules import mhc_recompute
-from cppmega.ops import mamba3_operands
-from cppmega.ops.linear import linear
-from cppmega.ops.mamba3_reference import Inputs, Parameters
-from cppmega.ops.once_differentiable import once_differentiable
+from cppmega.features.mhc import recompute as mhc_recompute
+from cppmega.ops.common.once_differentiable import once_differentiable
+from cppmega.ops.mamba3 import operands as mamba3_operands
+from cppmega.ops.mamba3.naive import Inputs, Parameters
+from cppmega.ops.pointwise.linear import linear
 from tests.support import REPOSITORY
 
 DIFFERENTIABLE = {"WalshHadamard"}
 """Functions with derivatives of any order, which `gradgradcheck` confirms."""
-DECORATOR = "from cppmega.ops.once_differentiable import once_differentiable"
+DECORATOR = "from cppmega.ops.common.once_differentiable import once_differentiable"
 
 
 def test_every_backward_pass_is_once_differentiable() -> None:

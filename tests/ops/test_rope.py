@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from cppmega.ops import rope
+from cppmega.ops.pointwise import rope
 from tests.ops import rope_checks
 from tests.ops.in_interpreter import run
 from tests.ops.kernel_memory import check_fits, record
@@ -62,7 +62,7 @@ def test_an_obstacle_on_a_gpu_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.slow
 def test_the_kernel_compiles_for_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    modules = modules_of("rope")
+    modules = modules_of("pointwise", "rope")
     found = record(monkeypatch, modules)
     for dtype, (adjacent, gathered) in itertools.product(
         (torch.bfloat16, torch.float32), rope_checks.WAYS

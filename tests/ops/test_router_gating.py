@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cppmega.ops import router_gating
+from cppmega.ops.pointwise import router_gating
 from tests.ops import router_gating_checks
 from tests.ops.in_interpreter import run
 from tests.ops.kernel_memory import check_fits, record
@@ -13,7 +13,7 @@ from tests.ops.launch_counts import modules_of
 
 CHECKS = """
 import torch
-from cppmega.ops import router_gating_triton
+from cppmega.ops.pointwise import router_gating_triton
 from tests.ops import router_gating_checks
 
 router_gating_triton.PART = 100
@@ -49,7 +49,7 @@ def test_what_the_kernel_does_not_support_is_said(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.slow
 def test_the_kernel_compiles_for_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    modules = modules_of("router_gating")
+    modules = modules_of("pointwise", "router_gating")
     found = record(monkeypatch, modules)
     for experts in (16, router_gating.MOST_EXPERTS):
         inp, weight = torch.zeros(2048, 512).bfloat16(), torch.zeros(experts, 512).bfloat16()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cppmega.ops import split_columns as op
+from cppmega.ops.pointwise import split_columns as op
 from tests.ops import split_columns_checks
 from tests.ops.in_interpreter import run
 from tests.ops.kernel_memory import check_fits, record
@@ -38,7 +38,7 @@ def test_widths_that_do_not_add_up_are_refused() -> None:
 @pytest.mark.slow
 def test_the_kernel_compiles_for_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    modules = modules_of("split_columns")
+    modules = modules_of("pointwise", "split_columns")
     found = record(monkeypatch, modules)
     monkeypatch.setattr(op, "_by_kernel", lambda tensor: True)
     projected = torch.zeros(64, 2, 1024, dtype=torch.bfloat16, requires_grad=True)

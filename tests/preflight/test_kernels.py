@@ -161,7 +161,7 @@ def test_parity_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     says_nothing("kernel_parity", on(H200))
     answers = {one.kernel: one.ok for one in parity.compare("cpu")}
     assert answers["walsh-hadamard transform"]
-    from cppmega.ops import hadamard
+    from cppmega.ops.pointwise import hadamard
 
     transform = hadamard.walsh_hadamard
     monkeypatch.setattr(hadamard, "walsh_hadamard", lambda x, scale: transform(x, scale) * 1.1)
@@ -251,7 +251,7 @@ def test_connections_that_their_kernels_decline(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], shared: int, why: str
 ) -> None:
     pytest.importorskip("triton")
-    from cppmega.ops import dsa_indexer_device
+    from cppmega.ops.common import device as dsa_indexer_device
 
     asked: list[ConnectionsOrder] = []
 

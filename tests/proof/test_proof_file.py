@@ -66,7 +66,7 @@ def test_a_recorded_proof_counts_elsewhere_until_its_page_changes(
     assert proved.proof == "stale" and "the page changed" in proved.detail
 
 
-_KERNEL = "import cppmega.ops.hadamard  # noqa"
+_KERNEL = "import cppmega.ops.pointwise.hadamard  # noqa"
 
 
 def test_a_recorded_proof_is_stale_when_a_kernel_changes(

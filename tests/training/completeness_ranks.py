@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from cppmega.errors import CppmegaError
-from cppmega.modules import m2rnn
+from cppmega.features.mixers import m2rnn
 from cppmega.recipe import Recipe
 from cppmega.recipe.run_options import RunOptions
 from cppmega.runs import metrics

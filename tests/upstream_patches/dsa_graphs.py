@@ -17,7 +17,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.experimental_attention_variant import dsa
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from cppmega.modules import dsa_forward
+from cppmega.features.dsa import forward as dsa_forward
 from cppmega.proof import small_models
 
 ON_GPU = torch.cuda.is_available()

@@ -131,7 +131,7 @@ def by_kernels():
     # The kernels, interpreted on the CPU; counts the targets of sparse losses with a key per head.
     import tests.ops.interpreted
     from cppmega.ops import dsa_indexer
-    from cppmega.ops import dsa_indexer_per_head_triton as per_head
+    from cppmega.ops.dsa_indexer import per_head_triton as per_head
 
     possible = mock.patch.object(dsa_indexer, "obstacle", lambda q, k: None)
     with possible, mock.patch.object(per_head, "target", wraps=per_head.target) as target:

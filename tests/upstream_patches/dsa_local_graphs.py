@@ -22,7 +22,7 @@ import torch
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer import cuda_graphs
 
-from cppmega.modules import dsa_forward
+from cppmega.features.dsa import forward as dsa_forward
 from tests.upstream_patches import dsa_models as models
 
 LAYERS, MICROBATCHES, WARM_UP = 4, 2, 2

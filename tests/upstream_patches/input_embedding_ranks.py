@@ -18,9 +18,9 @@ import torch
 from megatron.core import parallel_state
 from torch.utils.flop_counter import FlopCounterMode
 
-from cppmega.modules import input_embedding_sizes as sizes
-from cppmega.modules import stated_sizes
-from cppmega.modules.input_embeddings import ALIGNED, feeding, of_trunk
+from cppmega.features import stated_sizes
+from cppmega.features.embeddings import sizes
+from cppmega.features.embeddings.layer import ALIGNED, feeding, of_trunk
 from tests.configurations import models, training
 from tests.configurations.batches import DOCUMENTS, LENGTH, PADDING, SAMPLES, Batch, micro_batch
 from tests.configurations.late import is_same_late

@@ -127,7 +127,7 @@ def main(side: str, version: str, ranks: int, folder: Path) -> None:
     expected = torch.load(kept)
     for name, (make, options, mask) in cases(version, ranks).items():
         check_off(name, make(**options, **OFF), mask, expected[name])
-    assert "cppmega.modules.linear_cross_entropy" not in sys.modules, "only with the flag"
+    assert "cppmega.features.linear_cross_entropy.module" not in sys.modules, "only with the flag"
     for name, (make, options, mask) in cases(version, ranks).items():
         check_on(name, make(**options), mask, expected[name], V // ranks)
     check_other_paths(ranks)

@@ -110,7 +110,7 @@ def recomputed() -> Any:
         }.items():
             step = stepped(make(**models.MHC, **options))
             apart[how], kept[how] = distances(step, plain), step[2]
-        with mock.patch("cppmega.modules.mhc.PART", 1):  # each token by itself
+        with mock.patch("cppmega.features.mhc.connections.PART", 1):  # each token by itself
             apart["in parts"] = distances(stepped(make(**models.MHC)), plain)
         found[name] = {"apart": apart, "kept": kept}
     return found
@@ -161,7 +161,7 @@ def memory() -> Any:
 
 def other_site() -> None:
     """Let the interpreter forget the tensors with which it ran each kernel last."""
-    from cppmega.modules import mhc
+    from cppmega.features.mhc import connections as mhc
 
     config = models.config(num_layers=1, use_fused_mhc=True, **models.MHC)
     site = mhc.HyperConnectionModule(config)
@@ -180,7 +180,7 @@ def distances(one: Step, other: Step) -> list[float]:
 
 def stepped(model: Any, then: Callable[[], None] = lambda: None) -> Step:
     """Loss and gradients of a step, and how many tensors of streams wait for its backward."""
-    from cppmega.modules import mhc
+    from cppmega.features.mhc import connections as mhc
 
     read, seen = mhc.HyperConnectionModule.read, []
 

@@ -15,7 +15,8 @@ from unittest import mock
 import torch
 from megatron.core import parallel_state
 
-from cppmega.modules import mixer_sizes, stated_sizes
+from cppmega.features import stated_sizes
+from cppmega.features.mixers import sizes as mixer_sizes
 from tests.configurations import models, training
 from tests.configurations.batches import Batch, boundaries, micro_batch
 from tests.configurations.late import is_same_late

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cppmega.ops import dsa_attention
-from cppmega.ops.dsa_indexer_device import gpu_of
+from cppmega.ops.common.device import gpu_of
 from cppmega.proof.stand_ins import Arguments
 from tests.support import patched, pristine
 from tests.upstream_patches.dsa_layers import (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cppmega.modules.dsa_loss_schedule import GATE, STEPS
+from cppmega.features.dsa.loss_schedule import GATE, STEPS
 from tests.preflight.contexts import holds, launch, parsed, refuses
 from tests.support import patched, pristine, python
 from tests.upstream_patches.dsa_layers import answers, assert_same
@@ -21,7 +21,7 @@ print(json.dumps({"dense": run(), "sparse": run(sparse=True)}))
 """
 SWITCHED = """
 from cppmega.errors import CppmegaError
-from cppmega.modules import dsa_loss_schedule
+from cppmega.features.dsa import loss_schedule as dsa_loss_schedule
 
 
 def name_of(**case):

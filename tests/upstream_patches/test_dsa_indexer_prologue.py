@@ -105,7 +105,7 @@ def _inputs_of(dsa: Any, indexer: Any, hidden: Any, latent: Any, packed: Any) ->
 
 
 def _transformed(x: Any) -> Any:
-    from cppmega.ops.hadamard import walsh_hadamard
+    from cppmega.ops.pointwise.hadamard import walsh_hadamard
 
     return walsh_hadamard(x, x.size(-1) ** -0.5)
 
@@ -117,8 +117,8 @@ def _check_declined(dsa: Any, theirs: Any) -> None:
 
     import torch
 
-    from cppmega.modules import dsa_indexer_prologue as ours
     from cppmega.proof import small_models
+    from cppmega.runtime import dsa_indexer_prologue as ours
 
     def taken(module: Any, how: Any) -> Any:
         indexer = small_models.dsa_indexer(module)
@@ -194,7 +194,7 @@ from unittest import mock
 import torch
 from megatron.core.transformer.experimental_attention_variant import dsa
 
-from cppmega.modules import dsa_indexer_prologue
+from cppmega.runtime import dsa_indexer_prologue
 from cppmega.proof import small_models
 from cppmega.rank import reached_marks
 

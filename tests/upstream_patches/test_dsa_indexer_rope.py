@@ -48,7 +48,7 @@ def scores(indexer):
 PATCHED = """
 import importlib.util
 
-from cppmega.modules.dsa_indexer_rows import permuted
+from cppmega.runtime.dsa_indexer_rope import permuted
 
 spec = importlib.util.spec_from_file_location("stock_dsa", STOCK)
 stock = importlib.util.module_from_spec(spec)
@@ -119,7 +119,7 @@ def _close(one: Any, other: Any) -> bool:
 
 def test_the_trainers_record_of_its_pages_is_enough() -> None:
     torch = pytest.importorskip("torch")
-    from cppmega.modules import dsa_indexer_rows
+    from cppmega.runtime import dsa_indexer_rope as dsa_indexer_rows
 
     args = SimpleNamespace(qk_pos_emb_head_dim=2, dsa_indexer_head_dim=4)
     name = "decoder.layers.0.self_attention.core_attention.indexer.linear_wk.weight"

@@ -89,7 +89,8 @@ def differences_with_mhc() -> None:
     import torch
     from megatron.core.ssm import mamba_layer
 
-    from cppmega.modules import mixer_sizes, stated_sizes
+    from cppmega.features import stated_sizes
+    from cppmega.features.mixers import sizes as mixer_sizes
     from cppmega.proof import small_models
     from tests.upstream_patches import mhc_models
 

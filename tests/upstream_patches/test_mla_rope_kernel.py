@@ -28,7 +28,8 @@ def test_rope(version: str) -> None:
 def check(stock: one_process.Stock) -> None:
     from megatron.core.models.common.embeddings import rope_utils as patched
 
-    from cppmega.ops import rope, rope_reference
+    from cppmega.ops.pointwise import rope
+    from cppmega.ops.pointwise import rope_naive as rope_reference
     from tests.ops.rope_checks import WAYS
 
     unpatched = stock.module("megatron.core.models.common.embeddings.rope_utils")

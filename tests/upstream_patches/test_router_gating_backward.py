@@ -26,7 +26,8 @@ def test_gradients(version: str) -> None:
 def check(stock: one_process.Stock) -> None:
     from megatron.core.transformer.moe import moe_utils as patched
 
-    from cppmega.ops import router_gating, router_gating_reference
+    from cppmega.ops.pointwise import router_gating
+    from cppmega.ops.pointwise import router_gating_naive as router_gating_reference
 
     unpatched = stock.module("megatron.core.transformer.moe.moe_utils")
     for biased in (False, True):

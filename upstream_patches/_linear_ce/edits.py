@@ -13,7 +13,7 @@ _CHOICE = """
 # A ColumnParallelLinear that can also end in the loss, so that the logits never exist.
 output_layer_class = tensor_parallel.ColumnParallelLinear
 if config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == 'linear':
-    from cppmega.modules.linear_cross_entropy import LinearCrossEntropyModule
+    from cppmega.features.linear_cross_entropy.module import LinearCrossEntropyModule
 
     output_layer_class = LinearCrossEntropyModule
 """
@@ -32,7 +32,7 @@ if (
     and self.config.cross_entropy_loss_fusion
     and self.config.cross_entropy_fusion_impl == 'linear'
 ):
-    from cppmega.modules.linear_cross_entropy_heads import head_loss
+    from cppmega.features.linear_cross_entropy.heads import head_loss
 
     loss = head_loss(
         self,

@@ -81,7 +81,7 @@ def mtp() -> None:
     cpu_shims.init_distributed()
     from megatron.core.transformer import multi_token_prediction as module
 
-    from cppmega.modules.linear_cross_entropy import LinearCrossEntropyModule
+    from cppmega.features.linear_cross_entropy.module import LinearCrossEntropyModule
 
     settings = small_models.config(mtp_num_layers=1, mtp_loss_scaling_factor=0.5, **LINEAR)
     layer = LinearCrossEntropyModule(

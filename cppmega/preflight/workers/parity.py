@@ -97,7 +97,7 @@ def _cross_entropy(device: str, upstream: Any) -> float:
 def _hadamard(device: str) -> float:
     import torch
 
-    from cppmega.ops.hadamard import walsh_hadamard
+    from cppmega.ops.pointwise.hadamard import walsh_hadamard
 
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
     matrix = torch.ones(1, 1, device=device)
@@ -109,7 +109,7 @@ def _hadamard(device: str) -> float:
 def _indexer_prologue(device: str) -> float:
     import torch
 
-    from cppmega.ops import dsa_indexer_prologue as op
+    from cppmega.ops.pointwise import dsa_indexer_prologue as op
 
     made = _normal((100, 2, 8, 64), (100, 2, 64), (100, 2, 8))
     angles = torch.rand(100, 1, 1, 16, generator=torch.Generator().manual_seed(2))
@@ -129,7 +129,7 @@ def _indexer_loss(device: str, *, sparse: bool, key_heads: int) -> float:
     import torch
 
     from cppmega.ops import dsa_indexer as op
-    from cppmega.ops.dsa_indexer_problem import Loss
+    from cppmega.ops.dsa_indexer.problem import Loss
 
     index = (150, 2, 8, 64), (150, 2, 64), (150, 2, 8)
     made = _normal(*index, (150, 2, 4, 32), (150, 2, key_heads, 32))
@@ -245,11 +245,11 @@ def shared_memory() -> Iterator[SharedMemory]:
 def _kernels() -> Iterator[tuple[str, str, Any]]:
     """Module, name and kernel of everything that `compare` has imported."""
     for path, module in sorted(sys.modules.items()):
-        package, _, leaf = path.rpartition(".")
-        if package == "cppmega.ops" and leaf.endswith("_triton"):
+        below = path.removeprefix("cppmega.ops.")
+        if below != path and path.endswith("_triton"):
             for name, kernel in vars(module).items():
                 if name.endswith("_kernel") and kernel.__module__ == path:
-                    yield leaf, name, kernel
+                    yield below, name, kernel
 
 
 if __name__ == "__main__":

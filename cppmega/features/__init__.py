@@ -1,0 +1,1 @@
+"""Layers and options that recipes ask for and Megatron does not have."""

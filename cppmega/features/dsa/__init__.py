@@ -1,0 +1,1 @@
+"""DeepSeek sparse attention: kinds of layers, schedule of its loss, and what layers share."""

@@ -1,0 +1,1 @@
+"""Embeddings that are added to that of the tokens: n-grams and syntax."""

@@ -1,0 +1,1 @@
+"""The output layer that computes the loss without its logits."""

@@ -1,0 +1,269 @@
+"""Manifold-constrained hyper-connections (mHC): a model's sites, and the ends of its streams.
+
+Between layers the streams are one tensor `[s, b, n * C]`, as in Megatron 0.20, so that code that
+passes hidden states on (pipeline stages, recomputation) needs to know only their width. A site
+belongs to one sub-layer. It is read before the sub-layer and replaces its bias-dropout-add, so the
+sub-layer's own code remains unchanged. Parameters have the names and shapes of 0.20 and stay in
+fp32 when a model is converted to bf16 or fp16.
+
+The definition is in `cppmega.ops.mhc.naive`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cppmega.errors import CppmegaError
+from cppmega.features import kept_fp32
+from cppmega.features.arrived import arrived
+from cppmega.features.mhc import recompute as mhc_recompute
+from cppmega.ops import mhc as kernels
+from cppmega.ops.common.numerics import wide
+from cppmega.ops.mhc import naive as reference
+
+PART = 2**27
+"""Bytes in fp32 of the tokens that are contracted at a time, of which the backward needs six."""
+HEAD = ("hc_head_fn", "hc_head_base", "hc_head_scale")
+"""Parameters of the learned contraction at the end of a stack."""
+
+
+class _Open(NamedTuple):
+    """What a site keeps from its read to its write."""
+
+    streams: Tensor
+    """`[s, b, n * C]`, as they were passed in."""
+    site: kernels.Site
+
+
+class HyperConnectionModule(torch.nn.Module):
+    """One site: the weights of a sub-layer's input and output in n streams.
+
+    Code that uses parameters must call the module that holds them, or ask for it with `arrived`:
+    they may still be gathered.
+
+    Args:
+        config: Megatron's TransformerConfig with the fields of mHC.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.streams: int = config.mhc_num_residual_streams
+        self.iterations: int = config.mhc_sinkhorn_iterations
+        values = self.streams * (self.streams + 2)
+        fp32 = torch.float32
+        self.mapping_proj = torch.nn.Linear(
+            self.streams * config.hidden_size, values, bias=False, dtype=fp32
+        )
+        alpha = config.mhc_init_gating_factor
+        self.alpha_pre = torch.nn.Parameter(torch.full((1,), alpha, dtype=fp32))
+        self.alpha_post = torch.nn.Parameter(torch.full((1,), alpha, dtype=fp32))
+        self.alpha_res = torch.nn.Parameter(torch.full((1,), alpha, dtype=fp32))
+        self.bias = torch.nn.Parameter(torch.zeros(values, dtype=fp32))
+        if config.perform_initialization:
+            torch.nn.init.xavier_uniform_(self.mapping_proj.weight)
+        keep_fp32(self, config, ("alpha_pre", "alpha_post", "alpha_res", "bias"))
+        keep_fp32(self.mapping_proj, config, ("weight",))
+        self.fused: bool = config.use_fused_mhc
+        self.fuse_accumulation: bool = config.gradient_accumulation_fusion
+        if self.fused:
+            require_kernels(config.params_dtype, self.streams, config.hidden_size)
+        self.block: mhc_recompute.Block | None = None
+        self._open: _Open | None = None
+
+    def read(self, streams: Tensor) -> Tensor:
+        """Compute the input `[s, b, C]` of the sub-layer from the streams `[s, b, n * C]`."""
+        x: Tensor = self(streams)
+        return x
+
+    def forward(self, streams: Tensor) -> Tensor:
+        """Return what `read` returns."""
+        with mhc_recompute.scope(self):
+            x, site = self._read(streams)
+        self._open = _Open(streams, site)
+        if self.block is not None:
+            before = self.block.recipe(streams)
+            self.block.know(x, lambda: self._read(before.value())[0])
+        return x
+
+    def bias_dropout_add(
+        self, training: bool, fused: bool
+    ) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
+        """Replace the sub-layer's `get_bias_dropout_add`: its output goes to the streams."""
+        return self._write
+
+    def _write(
+        self, out_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float
+    ) -> Tensor:
+        """Return the streams `[s, b, n * C]` after the sub-layer.
+
+        The residual that the sub-layer passes is its input, which is not added.
+        """
+        if self._open is None:
+            raise RuntimeError("a hyper-connection was written without being read first")
+        (streams, site), self._open = self._open, None
+        with mhc_recompute.scope(self):
+            after = self._update(site, *out_with_bias)
+        if self.block is not None:
+            before, (out, bias) = self.block.recipe(streams), out_with_bias
+            kept = (site.h_post.detach(), site.h_res.detach(), out.detach())
+
+            def make() -> Tensor:
+                h_post, h_res, out = kept
+                return self._update(
+                    kernels.Site(self._split(before.value()), h_post, h_res), out, bias
+                )
+
+            self.block.know(after, make)
+        return after
+
+    def _read(self, streams: Tensor) -> tuple[Tensor, kernels.Site]:
+        apart = self._split(streams)
+        if self.fused:
+            fuse = self.fuse_accumulation and torch.is_grad_enabled()
+            return kernels.read(apart, learned(self), self.iterations, fuse_accumulation=fuse)
+        x, h_post, h_res = self._call(self._plain_read, apart, *learned(self))
+        return x, kernels.Site(apart, h_post, h_res)
+
+    def _plain_read(self, streams: Tensor, *learned: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        parameters = reference.Parameters(*learned)
+        h_pre, h_post, h_res = reference.weights(streams, parameters, self.iterations)
+        return reference.aggregate(streams, h_pre), h_post, h_res
+
+    def _update(self, site: kernels.Site, out: Tensor, bias: Tensor | None) -> Tensor:
+        if self.fused:
+            return kernels.write(site, out, bias).flatten(-2)
+        streams, h_post, h_res = site
+        after: Tensor = self._call(reference.update, streams, h_res, h_post, out, bias)
+        return after.flatten(-2)
+
+    def _call(self, function: Callable[..., Any], *inputs: Tensor | None) -> Any:
+        """Call a function of the reference without saving its fp32 copies of the streams."""
+        again = self.block is not None
+        return mhc_recompute.again(function, *inputs) if again else function(*inputs)
+
+    def _split(self, streams: Tensor) -> Tensor:
+        return split(streams, self.streams)
+
+
+def learned(site: Any) -> reference.Parameters:
+    """The parameters of a site, ours or Megatron's, once they have arrived."""
+    return reference.Parameters(
+        arrived(site.mapping_proj).weight,
+        *(site.alpha_pre, site.alpha_post, site.alpha_res, site.bias),
+    )
+
+
+def require_kernels(dtype: torch.dtype, streams: int, width: int) -> None:
+    """Check that a run that requests fused kernels can use them.
+
+    Raises:
+        CppmegaError: `mhc-no-fused-kernel`.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    why = kernels.obstacle(device, dtype, streams, width)
+    if why is not None:
+        raise CppmegaError(
+            "mhc-no-fused-kernel",
+            f"--use-fused-mhc, but no fused kernel can run: {why}.",
+            "The run would use the plain implementation instead of the one it requests.",
+            "leave --use-fused-mhc out, or change the unsupported property",
+        )
+
+
+def keep_fp32(module: torch.nn.Module, config: Any, names: Sequence[str]) -> None:
+    """Keep parameters of a module in fp32, and have their gradients reduced.
+
+    With sequence parallelism each rank sees different tokens, and Megatron sums the gradients of
+    parameters that are marked accordingly.
+    """
+    kept_fp32.keep_fp32(module, config, names)
+    if config.sequence_parallel:
+        for name in names:
+            getattr(module, name).sequence_parallel = True
+
+
+def split(streams: Tensor, count: int) -> Tensor:
+    """The streams `[..., n * C]` as `[..., n, C]`, without a copy where possible."""
+    return streams.reshape(*streams.shape[:-1], count, -1)
+
+
+def expand(hidden: Tensor, streams: int) -> Tensor:
+    """Streams `[s, b, n * C]`, each initialized to the hidden states `[s, b, C]`."""
+    return hidden.unsqueeze(-2).expand(*hidden.shape[:-1], streams, -1).flatten(-2)
+
+
+def add_head(module: torch.nn.Module, config: Any) -> None:
+    """Add the parameters of the learned contraction to a module, in fp32."""
+    streams = config.mhc_num_residual_streams
+    weight = torch.empty(streams, streams * config.hidden_size, dtype=torch.float32)
+    if config.perform_initialization:
+        torch.nn.init.xavier_uniform_(weight)
+    module.hc_head_fn = torch.nn.Parameter(weight)
+    module.hc_head_base = torch.nn.Parameter(torch.zeros(streams, dtype=torch.float32))
+    module.hc_head_scale = torch.nn.Parameter(torch.ones(1, dtype=torch.float32))
+    keep_fp32(module, config, HEAD)
+
+
+def contract(module: Any, streams: Tensor, block: mhc_recompute.Block | None = None) -> Tensor:
+    """Hidden states `[s, b, C]`: the sum of the streams `[s, b, n * C]`, weighted per token.
+
+    A weight is a sigmoid of a projection of all streams, divided by their root mean square, plus
+    the layer norm's epsilon, which 0.20 adds in both places. The sum is computed in fp32 and
+    rounded once to the type of the streams; the backward recomputes it, so that no fp32 copy is
+    kept for it, nor the streams, if a block recomputes them. Tokens are taken in parts, because
+    the fp32 copies would otherwise set the peak of a step.
+
+    Args:
+        module: the module with the parameters.
+        streams: the streams after the last layer.
+        block: the block of that layer.
+    """
+    contraction = partial(_contracted, module.config.layernorm_epsilon)
+    learned = [getattr(module, name) for name in HEAD]
+    tokens = streams.flatten(0, -2)
+    rows = max(1, PART // (4 * tokens.size(-1)))
+    with mhc_recompute.around(block):
+        parts = [
+            mhc_recompute.again(contraction, part, *learned) for part in torch.split(tokens, rows)
+        ]
+    out: Tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
+    return out.view(*streams.shape[:-1], -1)
+
+
+def _contracted(eps: float, streams: Tensor, weight: Tensor, base: Tensor, scale: Tensor) -> Tensor:
+    x = wide(streams)
+    r = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    h = torch.sigmoid((x @ weight.to(x.dtype).t()) * r * scale + base) + eps
+    return reference.aggregate(split(x, len(weight)), h).to(streams.dtype)
+
+
+def hand_on(hidden: Tensor, streams: Tensor | None) -> None:
+    """Attach the streams to the hidden states into which they were contracted, for MTP depths.
+
+    The model code between the stack and the depths passes on this one tensor, and is unchanged.
+    """
+    if streams is not None:
+        hidden.mhc_streams = streams  # type: ignore[attr-defined]
+
+
+def streams_of(hidden: Tensor) -> Tensor:
+    """The streams `[s, b, n * C]` that `hand_on` attached.
+
+    Raises:
+        CppmegaError: `mhc-streams-lost`.
+    """
+    streams: Tensor | None = getattr(hidden, "mhc_streams", None)
+    if streams is None:
+        raise CppmegaError(
+            "mhc-streams-lost",
+            "An MTP depth received hidden states without the streams they were contracted from.",
+            "Its input is what the decoder's last layer wrote to the streams.",
+            "train without --mtp-num-layers, or without the code that copies the hidden states in "
+            "between",
+        )
+    return streams

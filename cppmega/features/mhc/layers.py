@@ -1,0 +1,191 @@
+"""Megatron's layers and stacks with hyper-connections, for the page mhc_connections.
+
+A layer of a hybrid stack is wrapped, as in 0.20, so its keys begin with `inner_layer.`. A layer of
+a GPT model keeps its keys and has two sites next to its sub-layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+)
+from torch import Tensor
+
+from cppmega.errors import CppmegaError
+from cppmega.features.mhc import connections as mhc
+from cppmega.features.mhc import recompute as mhc_recompute
+
+SITES = {
+    "self_attention": ("self_attn_bda", "self_attention_hyper_connection"),
+    "mlp": ("mlp_bda", "mlp_hyper_connection"),
+}
+"""Sub-layer of a TransformerLayer -> its bias-dropout-add, and the name of its site."""
+
+
+class HyperConnectionHybridLayer(MegatronModule):  # type: ignore[misc]
+    """A layer of a hybrid stack with a site around it; it is called like the layer itself."""
+
+    def __init__(self, config: Any, layer: Any) -> None:
+        super().__init__(config)
+        self.inner_layer = layer
+        self.layer_number = layer.layer_number
+        self.hyper_connection = mhc.HyperConnectionModule(config)
+        if hasattr(layer, "tp_group"):
+            self.tp_group = layer.tp_group
+        self._bias: list[Tensor | None] = []
+        if isinstance(layer, MambaLayer):
+            layer.mamba_bda = self._without_write
+        else:
+            setattr(layer, _only_output(layer), self.hyper_connection.bias_dropout_add)
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        """Return what the layer returns, with streams in place of hidden states."""
+        read = self.hyper_connection.read(hidden_states)
+        with mhc_recompute.scope(self.hyper_connection):
+            out = self.inner_layer(hidden_states=read, **kwargs)
+        if not isinstance(self.inner_layer, MambaLayer):
+            return out
+        (bias,) = self._bias
+        return self.hyper_connection.bias_dropout_add(self.training, False)((out, bias), read, 0.0)
+
+    def _without_write(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        """Replace a Mamba layer's `mamba_bda`: the layer returns the mixer's output.
+
+        `mamba_layer_recompute` runs the layer again in the backward pass, when its site is not
+        open. The bias, a parameter, goes around its checkpoint, which cannot return one.
+        """
+
+        def output(out_with_bias: tuple[Tensor, Tensor | None], *ignored: Any) -> Tensor:
+            out, bias = out_with_bias
+            self._bias = [bias]
+            return out
+
+        return output
+
+    def mamba_state_shapes_per_request(self) -> Any:
+        """Return the shapes of the Mamba layer."""
+        return self.inner_layer.mamba_state_shapes_per_request()
+
+
+def _only_output(layer: Any) -> str:
+    """The attribute that holds the bias-dropout-add of the only sub-layer."""
+    outputs = [bda for _, bda, _ in _sub_layers(layer)]
+    if len(outputs) != 1:
+        raise CppmegaError(
+            "mhc-layer-unsupported",
+            f"Layer {layer.layer_number} ({type(layer).__name__}) has {len(outputs)} sub-layers "
+            "that add to the residual.",
+            "A hyper-connection in a hybrid stack belongs to exactly one sub-layer.",
+            "train without --enable-mhc-connections, or split the layer",
+        )
+    return outputs[0]
+
+
+def _sub_layers(layer: Any) -> Iterator[tuple[str, str, str]]:
+    """The name, bias-dropout-add and site of each sub-layer of a TransformerLayer."""
+    if not isinstance(layer, TransformerLayer):
+        return
+    if not isinstance(layer.cross_attention, IdentityOp):
+        raise CppmegaError(
+            "mhc-layer-unsupported",
+            f"Layer {layer.layer_number} has cross-attention.",
+            "Hyper-connections around cross-attention exist neither here nor upstream.",
+            "train without --enable-mhc-connections",
+        )
+    for name, (bda, site) in SITES.items():
+        absent = (IdentityOp, IdentityFuncOp)
+        if not isinstance(getattr(layer, name), absent):
+            yield name, bda, site
+
+
+def wrapped(layer: Any, config: Any) -> Any:
+    """A layer of a hybrid stack, with its site if the configuration enables mHC."""
+    if not getattr(config, "enable_mhc_connections", False):
+        return layer
+    return HyperConnectionHybridLayer(config, layer)
+
+
+def connected(layer: Any, config: Any) -> Any:
+    """A layer of a GPT model, with its sites if the configuration enables mHC."""
+    if getattr(config, "enable_mhc_connections", False):
+        for _, bda, site in _sub_layers(layer):
+            setattr(layer, site, mhc.HyperConnectionModule(config))
+            setattr(layer, bda, getattr(layer, site).bias_dropout_add)
+    return layer
+
+
+def input_of(layer: Any, name: str, hidden_states: Tensor) -> Tensor:
+    """The input of a sub-layer of a GPT layer: its site's aggregate, or the hidden states."""
+    site = getattr(layer, SITES[name][1], None)
+    return hidden_states if site is None else site.read(hidden_states)
+
+
+def around(layer: Any, name: str) -> contextlib.AbstractContextManager[Any]:
+    """The context in which a sub-layer of a GPT layer runs."""
+    return mhc_recompute.scope(getattr(layer, SITES[name][1], None))
+
+
+def sites(layer: Any) -> list[mhc.HyperConnectionModule]:
+    """The hyper-connections of a layer, in the order in which it uses them."""
+    names = ("hyper_connection", *(site for _, site in SITES.values()))
+    found = (getattr(layer, name, None) for name in names)
+    return [site for site in found if site is not None]
+
+
+def expanded(stack: Any, hidden_states: Tensor) -> Tensor:
+    """The streams at the start of a stack; in the first stage each equals the hidden states."""
+    config = stack.config
+    if not getattr(config, "enable_mhc_connections", False):
+        return hidden_states
+    of_layers = [sites(layer) for layer in stack.layers]
+    mhc_recompute.begin(of_layers, config, stack.training)
+    if not stack.pre_process or getattr(stack, "is_mtp_layer", False):
+        return hidden_states  # already the streams, of the previous stage or of the depth
+    streams = mhc.expand(hidden_states, config.mhc_num_residual_streams)
+    block = next((site.block for of_layer in of_layers for site in of_layer), None)
+    if block is not None:
+        kept = hidden_states.detach()
+        block.know(streams, lambda: mhc.expand(kept, config.mhc_num_residual_streams))
+    return streams
+
+
+def with_head(stack: Any, ends: bool) -> None:
+    """Add the contraction to a stack in which the streams end."""
+    if ends and getattr(stack.config, "enable_mhc_connections", False):
+        mhc.add_head(stack, stack.config)
+
+
+def contracted(stack: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Hidden states for the final norm, and the streams if MTP depths read them."""
+    if not getattr(stack.config, "enable_mhc_connections", False):
+        return hidden_states, None
+    inner = getattr(stack, "mtp_model_layer", stack)  # in an MTP depth: a stack or a layer
+    found = [site for layer in getattr(inner, "layers", [inner]) for site in sites(layer)]
+    if getattr(stack, mhc.HEAD[0], None) is None:
+        if not getattr(stack, "is_mtp_layer", False):  # otherwise its depth contracts
+            mhc_recompute.end(found)
+        return hidden_states, None
+    depths = bool(stack.config.mtp_num_layers)
+    out = mhc.contract(stack, hidden_states, found[-1].block if found else None)
+    mhc_recompute.end(found)
+    return out, hidden_states if depths else None
+
+
+def with_head_saved(stack: Any, saved: Any, prefix: str, metadata: Any) -> Any:
+    """Add the contraction to a stack's sharded state dict, which lists only its modules."""
+    head = {name: getattr(stack, name, None) for name in mhc.HEAD}
+    if head[mhc.HEAD[0]] is not None:
+        groups = ensure_metadata_has_dp_cp_group(metadata)
+        saved |= make_sharded_tensors_for_checkpoint(
+            head, prefix, tp_group=stack.tp_group, dp_cp_group=groups["dp_cp_group"]
+        )
+    return saved

@@ -1,0 +1,28 @@
+"""A column-parallel linear layer of an odd width, at the speed of a wider one."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from cppmega.ops.pointwise.linear import padded_linear
+
+
+@cache
+def padded_columns(kind: type) -> type:
+    """The same kind of linear layer, whose result has columns of zeros after its own.
+
+    Weight, checkpoints and hooks are those of `kind`, which must be built without a bias and with
+    TP 1, and whose product is in the type of the weight. Where the gradients of weights are
+    computed later, which is up to `kind`, nothing is padded.
+    """
+
+    def forward(self: Any, input_: Tensor) -> tuple[Tensor, None]:
+        if self.config.delay_wgrad_compute:
+            out, _ = kind.forward(self, input_)  # type: ignore[attr-defined]
+            return out, None
+        return padded_linear(input_, self.weight, self.config.gradient_accumulation_fusion), None
+
+    return type(kind)(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})

@@ -1,0 +1,1 @@
+"""What families of kernels share: facts about devices, launches, tiles, bits, and `main_grad`."""

@@ -1,0 +1,56 @@
+"""Mamba-3 over a sequence: our scan or mamba-ssm's kernels on a GPU, plain torch on a CPU."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from cppmega.errors import CppmegaError
+from cppmega.ops.mamba3 import naive as reference
+from cppmega.ops.mamba3.naive import Definition, Inputs, Parameters
+
+__all__ = ["Definition", "Inputs", "Parameters", "mixed"]
+
+
+def mixed(
+    inputs: Inputs,
+    parameters: Parameters,
+    definition: Definition,
+    boundaries: Tensor | None,
+    chunk: int,
+) -> Tensor:
+    """Compute `naive.mixed` of `[b, l, h, p]`.
+
+    Args:
+        inputs: all of one type; on a GPU of 16 bits, and bf16 for mamba-ssm's kernels.
+        parameters: on the same device; on a GPU fp32, except the norms.
+        definition: the definition of A.
+        boundaries: int32 `[documents + 1]`, cumulative lengths of a pack, whose b is 1 and whose
+            last document ends with the sequence; None: every sequence is one document.
+        chunk: tokens that are computed together, except by our scan, which takes 64 rows.
+
+    Raises:
+        CppmegaError: `mixer-no-kernel`, only on a GPU, where there is no fallback for a kernel.
+    """
+    if not inputs.x.numel():
+        return reference.without_tokens(inputs, parameters)
+    device = inputs.x.device
+    if device.type == "cpu":
+        bounds = None if boundaries is None else boundaries.tolist()
+        return reference.mixed(inputs, parameters, definition, bounds, chunk)
+    from cppmega.ops.mamba3 import autograd as mamba3_scan_autograd
+    from cppmega.ops.mamba3 import scan as mamba3_scan
+
+    unscanned = mamba3_scan.obstacle(inputs, parameters)
+    if not unscanned:
+        return mamba3_scan_autograd.mixed(inputs, parameters, definition, boundaries)
+    from cppmega.ops.mamba3 import external as kernels
+
+    if why := kernels.obstacle(device, inputs, parameters, chunk):
+        raise CppmegaError(
+            "mixer-no-kernel",
+            f"No kernel computes these Mamba-3 mixers. cppmega's scan: {unscanned}. "
+            f"mamba-ssm's kernels: {why}.",
+            "Plain torch would take many times as long, and keep every product in memory.",
+            "sizes that the scan supports, or mamba-ssm 2.3.2.post1 and tilelang",
+        )
+    return kernels.mixed(inputs, parameters, definition, boundaries, chunk)

@@ -1,0 +1,62 @@
+"""Mamba-3 of rank 2 or 4 by the Triton kernels of `mamba3_scan`; only the projection is saved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cppmega.ops.common.once_differentiable import once_differentiable
+from cppmega.ops.mamba3 import operands, scan
+from cppmega.ops.mamba3.naive import Definition, Inputs, Parameters, without_tokens
+from cppmega.ops.mamba3.operands import Operands
+
+
+def mixed(
+    inputs: Inputs, parameters: Parameters, definition: Definition, boundaries: Tensor | None
+) -> Tensor:
+    """Compute `naive.mixed`, `[b, l, h, p]`, for MIMO without an output norm.
+
+    Args:
+        inputs: of one type, bf16 or fp16 on a GPU; `mamba3_scan.obstacle` checks the shapes.
+        parameters: on the same device; fp32, except for the norms.
+        definition: of A.
+        boundaries: int32 `[documents + 1]`, cumulative lengths of a pack, for which b is 1; tokens
+            after the last one are a document of their own.
+    """
+    if not inputs.x.numel():
+        return without_tokens(inputs, parameters)
+    found: Tensor = _Mixed.apply(  # type: ignore[no-untyped-call]
+        definition, boundaries, *inputs, *parameters[:-1]
+    )
+    return found
+
+
+class _Mixed(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, definition: Definition, boundaries: Tensor | None, *tensors: Tensor
+    ) -> Tensor:
+        inputs, parameters = Inputs(*tensors[:8]), Parameters(*tensors[8:])
+        ctx.definition, ctx.boundaries = definition, boundaries
+        ctx.save_for_backward(*tensors)
+        made = operands.compute(inputs, parameters, definition, spread=False)
+        return scan.forward(made, inputs, parameters, boundaries)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = [each.detach() for each in ctx.saved_tensors]
+        inputs, parameters = Inputs(*tensors[:8]), Parameters(*tensors[8:])
+        made = operands.compute(inputs, parameters, ctx.definition, spread=False)
+        of_scan = scan.backward(made, inputs, parameters, ctx.boundaries, gradients[0])
+        found = operands.gradients(
+            inputs, parameters, ctx.definition, Operands(*of_scan[: len(made)])
+        )
+        return (
+            *(None, None),
+            *(of_scan.z, of_scan.x, *found[:6], found.dt_bias, of_scan.d),
+            *(of_scan.key_bias, of_scan.query_bias, found.key_norm, found.query_norm),
+            *(of_scan.rank_x, of_scan.rank_z, of_scan.rank_out),
+        )

@@ -1,0 +1,319 @@
+"""Kernels that compute the operands of Mamba-3's scan from the projection, and their gradients.
+
+In either direction, one launch is for keys and queries, which are normalised row by row and
+transposed from groups x ranks to ranks x groups. Another is for what exists per head, dt, log a and
+the trapezoid's share, which are transposed so that time is the last axis, and for the angles, of
+which the scan reads a copy per head. Each program sums the gradients of parameters over its own
+tokens; the partial sums are then added in a fixed order. `mamba3_operands.plain` is the same in
+plain torch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cppmega.ops.common.launch import on_its_device
+from cppmega.ops.mamba3.naive import A_FLOOR, EPSILON, Definition
+
+TOKENS = 16
+"""Tokens per program; in the forward of keys and queries a program has one."""
+
+HEADS = 16
+"""Heads that a program handles at a time."""
+
+NORM_EPS = tl.constexpr(EPSILON)
+LEAST_RATE = tl.constexpr(A_FLOOR)
+
+Pair = tuple[Tensor, Tensor]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rows_of(  # type: ignore[no-untyped-def]
+    x, begin, weight, here, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr
+):
+    """All rows of a token in fp32, their reciprocal RMS, the weight of the norm, and the mask."""
+    row, n = tl.arange(0, ROWS), tl.arange(0, N)
+    known = (row < G * R)[:, None] & here
+    v = tl.load(x + begin + row[:, None] * N + n[None, :], mask=known, other=0.0).to(tl.float32)
+    root = tl.rsqrt(tl.sum(v * v, 1) / N + NORM_EPS)
+    return v, root, tl.load(weight + n).to(tl.float32), known
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _places(token, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Offsets in `[R, g, n]` of the rows of `[g, R, n]`."""
+    row = tl.arange(0, ROWS)
+    to = (row % R) * G + row // R
+    return token * (G * R * N) + to[:, None] * N + tl.arange(0, N)[None, :]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _exchanged(  # type: ignore[no-untyped-def]
+    x, begin, weight, out, token, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    v, root, w, known = _rows_of(x, begin, weight, True, G, R, N, ROWS)
+    v *= root[:, None] * w[None, :]
+    tl.store(out + _places(token, G, R, N, ROWS), v.to(out.dtype.element_ty), mask=known)
+
+
+@on_its_device
+@triton.jit  # type: ignore[untyped-decorator]
+def _states_kernel(  # type: ignore[no-untyped-def]
+    keys, queries, key_norm, query_norm, to_keys, to_queries, length, keys_b, keys_l, queries_b,
+    queries_l, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    b, at = token // length, token % length
+    if tl.program_id(1) == 0:
+        begin = b * keys_b + at * keys_l
+        _exchanged(keys, begin, key_norm, to_keys, token, G, R, N, ROWS)
+    else:
+        begin = b * queries_b + at * queries_l
+        _exchanged(queries, begin, query_norm, to_queries, token, G, R, N, ROWS)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _states_gradient(  # type: ignore[no-untyped-def]
+    x, weight, given, out, sums, tokens, length, stride_b, stride_l, G: tl.constexpr,
+    R: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    of_weight = tl.zeros((N,), tl.float32)
+    row, n = tl.arange(0, ROWS), tl.arange(0, N)
+    for each in range(TOKENS):
+        token = tl.program_id(0).to(tl.int64) * TOKENS + each
+        begin = (token // length) * stride_b + (token % length) * stride_l
+        v, root, w, known = _rows_of(x, begin, weight, token < tokens, G, R, N, ROWS)
+        v *= root[:, None]
+        dy = tl.load(given + _places(token, G, R, N, ROWS), mask=known, other=0.0).to(tl.float32)
+        of_weight += tl.sum(dy * v, 0)
+        dy *= w[None, :]
+        dx = (dy - v * (tl.sum(dy * v, 1) / N)[:, None]) * root[:, None]
+        at = token * (G * R * N) + row[:, None] * N + n[None, :]
+        tl.store(out + at, dx.to(out.dtype.element_ty), mask=known)
+    tl.store(sums + tl.program_id(0).to(tl.int64) * N + n, of_weight)
+
+
+@on_its_device
+@triton.jit  # type: ignore[untyped-decorator]
+def _states_backward_kernel(  # type: ignore[no-untyped-def]
+    keys, queries, key_norm, query_norm, of_keys, of_queries, d_keys, d_queries, sums, tokens,
+    length, keys_b, keys_l, queries_b, queries_l, G: tl.constexpr, R: tl.constexpr,
+    N: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    if tl.program_id(1) == 0:
+        _states_gradient(
+            keys, key_norm, of_keys, d_keys, sums, tokens, length, keys_b, keys_l, G, R, N, ROWS,
+            TOKENS,
+        )  # fmt: skip
+    else:
+        sums += tl.num_programs(0).to(tl.int64) * N
+        _states_gradient(
+            queries, query_norm, of_queries, d_queries, sums, tokens, length, queries_b, queries_l,
+            G, R, N, ROWS, TOKENS,
+        )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _log1p(u):  # type: ignore[no-untyped-def]
+    """log(1 + u) for u >= 0, accurate even where 1 + u rounds to 1."""
+    w = 1.0 + u
+    return tl.where(w == 1.0, u, u * tl.log(w) / tl.where(w == 1.0, 1.0, w - 1.0))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _softplus(x):  # type: ignore[no-untyped-def]
+    return tl.maximum(x, 0.0) + _log1p(tl.exp(-tl.abs(x)))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rate(x, HEAVY_TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """-A, clamped from below, and its derivative."""
+    if HEAVY_TAIL:
+        below = 1.0 / (1.0 - tl.minimum(x, 0.0))
+        rate = tl.maximum(x, 0.0) + below
+        slope = below * below
+    else:
+        rate = _softplus(x)
+        slope = tl.sigmoid(x)
+    return tl.maximum(rate, LEAST_RATE), tl.where(rate >= LEAST_RATE, slope, 0.0)
+
+
+@on_its_device
+@triton.jit  # type: ignore[untyped-decorator]
+def _heads_kernel(  # type: ignore[no-untyped-def]
+    dt, decay, trap, dt_bias, angles, to_log_a, to_dt, to_trap, to_angles, length, dt_b, dt_l,
+    decay_b, decay_l, trap_b, trap_l, angles_b, angles_l, H: tl.constexpr, K: tl.constexpr,
+    ANGLES: tl.constexpr, HEAVY_TAIL: tl.constexpr, SPREAD: tl.constexpr, TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(2).to(tl.int64)
+    at = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    here = (at < length)[:, None] & (h < H)[None, :]
+    t, head = at[:, None], h[None, :]
+    raw = tl.load(dt + b * dt_b + t * dt_l + head, mask=here, other=0.0).to(tl.float32)
+    bias = tl.load(dt_bias + h, mask=h < H, other=0.0).to(tl.float32)
+    step = _softplus(raw + bias[None, :])
+    x = tl.load(decay + b * decay_b + t * decay_l + head, mask=here, other=0.0).to(tl.float32)
+    rate, _ = _rate(x, HEAVY_TAIL)
+    share = tl.load(trap + b * trap_b + t * trap_l + head, mask=here, other=0.0)
+    to = tl.trans((b * H + head) * length + t)
+    kept = tl.trans(here)
+    tl.store(to_dt + to, tl.trans(step), mask=kept)
+    tl.store(to_log_a + to, tl.trans(-rate * step), mask=kept)
+    tl.store(to_trap + to, tl.trans(share), mask=kept)
+    if SPREAD:
+        k = tl.arange(0, ANGLES)
+        known = (at < length)[:, None] & (k < K)[None, :]
+        turn = tl.load(angles + b * angles_b + t * angles_l + k[None, :], mask=known, other=0.0)
+        of_all = ((b * length + t) * H + head)[:, :, None] * K + k[None, None, :]
+        spread = tl.broadcast_to(turn.to(tl.float32)[:, None, :], (TOKENS, HEADS, ANGLES))
+        tl.store(to_angles + of_all, spread, mask=here[:, :, None] & (k < K)[None, None, :])
+
+
+@on_its_device
+@triton.jit  # type: ignore[untyped-decorator]
+def _heads_backward_kernel(  # type: ignore[no-untyped-def]
+    dt, decay, dt_bias, of_log_a, of_dt, of_trap, of_angles, d_dt, d_decay, d_trap, d_angles, sums,
+    length, dt_b, dt_l, decay_b, decay_l, H: tl.constexpr, K: tl.constexpr, ANGLES: tl.constexpr,
+    HEAVY_TAIL: tl.constexpr, SPREAD: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    t, k = at[:, None], tl.arange(0, ANGLES)
+    own = sums + (b * tl.num_programs(0) + tl.program_id(0)) * H
+    turned = tl.zeros((TOKENS, ANGLES), tl.float32)
+    for first in range(0, H, HEADS):
+        h = first + tl.arange(0, HEADS)
+        here = (at < length)[:, None] & (h < H)[None, :]
+        head = h[None, :]
+        raw = tl.load(dt + b * dt_b + t * dt_l + head, mask=here, other=0.0).to(tl.float32)
+        raw += tl.load(dt_bias + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
+        x = tl.load(decay + b * decay_b + t * decay_l + head, mask=here, other=0.0).to(tl.float32)
+        rate, slope = _rate(x, HEAVY_TAIL)
+        source = tl.trans((b * H + head) * length + t)
+        kept = tl.trans(here)
+        of_a = tl.trans(tl.load(of_log_a + source, mask=kept, other=0.0)).to(tl.float32)
+        of_step = tl.trans(tl.load(of_dt + source, mask=kept, other=0.0)).to(tl.float32)
+        of_share = tl.trans(tl.load(of_trap + source, mask=kept, other=0.0))
+        to = (b * length + t) * H + head
+        of_raw = (of_step - of_a * rate) * tl.sigmoid(raw)
+        of_x = -of_a * _softplus(raw) * slope
+        tl.store(d_dt + to, of_raw.to(d_dt.dtype.element_ty), mask=here)
+        tl.store(d_decay + to, of_x.to(d_decay.dtype.element_ty), mask=here)
+        tl.store(d_trap + to, of_share.to(d_trap.dtype.element_ty), mask=here)
+        tl.store(own + h, tl.sum(of_raw, 0), mask=h < H)
+        if SPREAD:
+            of_all = to[:, :, None] * K + k[None, None, :]
+            known = here[:, :, None] & (k < K)[None, None, :]
+            turned += tl.sum(tl.load(of_angles + of_all, mask=known, other=0.0).to(tl.float32), 1)
+    if SPREAD:
+        to = (b * length + t) * K + k[None, :]
+        known = (at < length)[:, None] & (k < K)[None, :]
+        tl.store(d_angles + to, turned.to(d_angles.dtype.element_ty), mask=known)
+
+
+def states(x: Pair, weights: Pair, out: Pair) -> None:
+    """Normalise keys and queries `[b, l, g, R, n]` and write them as `[b, l, R, g, n]`.
+
+    Args:
+        x: keys and queries; the last three axes are contiguous, and n is a power of two.
+        weights: of the norms, `[n]`.
+        out: contiguous.
+    """
+    b, length, groups, rank, n = x[0].shape
+    if b * length:
+        _states_kernel[(b * length, 2)](
+            *x, *(each.contiguous() for each in weights), *out, length,
+            *x[0].stride()[:2], *x[1].stride()[:2],
+            G=groups, R=rank, N=n, ROWS=triton.next_power_of_2(groups * rank), num_warps=4,
+        )  # fmt: skip
+
+
+def states_backward(x: Pair, weights: Pair, given: Pair, out: Pair) -> Pair:
+    """Write the gradients of keys and queries; return those of the norms' weights, in fp32.
+
+    Args:
+        x: those of `states`.
+        weights: those of `states`.
+        given: the gradients of the results of `states`, `[b, l, R, g, n]`, contiguous.
+        out: `[b, l, g, R, n]`, contiguous.
+    """
+    b, length, groups, rank, n = x[0].shape
+    programs = triton.cdiv(b * length, TOKENS)
+    sums = torch.empty(2, programs, n, dtype=torch.float32, device=x[0].device)
+    if programs:
+        _states_backward_kernel[(programs, 2)](
+            *x, *(each.contiguous() for each in weights), *given, *out, sums, b * length, length,
+            *x[0].stride()[:2], *x[1].stride()[:2], G=groups, R=rank, N=n,
+            ROWS=triton.next_power_of_2(groups * rank), TOKENS=TOKENS, num_warps=4,
+        )  # fmt: skip
+    of_keys, of_queries = sums.sum(1)
+    return of_keys, of_queries
+
+
+def heads(
+    x: tuple[Tensor, Tensor, Tensor],
+    dt_bias: Tensor,
+    angles: Tensor,
+    out: tuple[Tensor, Tensor, Tensor, Tensor],
+    definition: Definition,
+    spread: bool,
+) -> None:
+    """Write log a, dt and the trapezoid's share `[b, h, l]`, and angles `[b, l, h, k]`.
+
+    Args:
+        x: dt, decay and trap of `naive.Inputs`; the last axis is contiguous.
+        dt_bias: `[h]`.
+        angles: `[b, l, k]`; the last axis is contiguous.
+        out: contiguous, in the order above.
+        definition: of A.
+        spread: whether the angles are written.
+    """
+    b, length, count = x[0].shape
+    width = angles.size(-1)
+    if b * length:
+        grid = (triton.cdiv(length, TOKENS), triton.cdiv(count, HEADS), b)
+        strides = [stride for each in (*x, angles) for stride in each.stride()[:2]]
+        _heads_kernel[grid](
+            *x, dt_bias.contiguous(), angles, *out, length, *strides, H=count, K=width,
+            ANGLES=triton.next_power_of_2(width), HEAVY_TAIL=definition == "heavy_tail",
+            SPREAD=spread, TOKENS=TOKENS, HEADS=HEADS, num_warps=4,
+        )  # fmt: skip
+
+
+def heads_backward(
+    x: Pair,
+    dt_bias: Tensor,
+    given: tuple[Tensor, ...],
+    out: tuple[Tensor, Tensor, Tensor, Tensor],
+    definition: Definition,
+    spread: bool,
+) -> Tensor:
+    """Write the gradients of dt, decay, trap and angles; return that of the bias `[h]`, in fp32.
+
+    Args:
+        x: dt and decay of `heads`.
+        dt_bias: `[h]`.
+        given: the gradients of the results of `heads`, contiguous.
+        out: contiguous, in the order above.
+        definition: of A.
+        spread: whether the gradient of the angles is read and written.
+    """
+    b, length, count = x[0].shape
+    width = out[3].size(-1)
+    blocks = triton.cdiv(length, TOKENS)
+    sums = torch.empty(b * blocks, count, dtype=torch.float32, device=dt_bias.device)
+    if b * blocks:
+        _heads_backward_kernel[(blocks, b)](
+            *x, dt_bias.contiguous(), *given, *out, sums, length,
+            *x[0].stride()[:2], *x[1].stride()[:2],
+            H=count, K=width, ANGLES=triton.next_power_of_2(width),
+            HEAVY_TAIL=definition == "heavy_tail", SPREAD=spread, TOKENS=TOKENS, HEADS=HEADS,
+            num_warps=4,
+        )  # fmt: skip
+    return sums.sum(0)

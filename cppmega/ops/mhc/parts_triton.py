@@ -1,0 +1,79 @@
+"""fp32 split exactly into three bf16 parts, for products with bf16 on tensor cores.
+
+A tensor core truncates when it adds to its accumulator. In a long chain the errors, all towards
+zero, become a factor common to all products, which no sum over tokens averages out: -7e-7 after 256
+columns, far more than the rounding of fp32, and proportional to their number. So the tensor core
+sums only one step of a kernel's loop, starting from zero and with the smallest part first; the
+result is added to the accumulated sums outside the tensor core and rounded to nearest. Triton does
+the same with TF32.
+
+Phi is split once per pass, by a separate launch: it is a ten-thousandth of the streams, and each
+tile of tokens would repeat the split.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cppmega.ops.common.launch import on_its_device
+
+# The interpreter has no product of bf16.
+PART = tl.constexpr(tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16)
+
+ELEMENTS = 1024
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def in_parts(x):  # type: ignore[no-untyped-def]
+    """Split fp32 into a sum of three bf16 values, each nearest to what remains."""
+    high = x.to(tl.bfloat16)
+    rest = x - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_parts(parts, at, x, mask, size):  # type: ignore[no-untyped-def]
+    """Store the three parts of `x`, `size` elements apart."""
+    high, middle, low = in_parts(x)
+    tl.store(parts + at, high, mask=mask)
+    tl.store(parts + size + at, middle, mask=mask)
+    tl.store(parts + 2 * size + at, low, mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def product(left, high, middle, low):  # type: ignore[no-untyped-def]
+    """`left @ (high + middle + low)` in fp32; left is bf16."""
+    left = left.to(PART)
+    step = tl.dot(left, low.to(PART))
+    step = tl.dot(left, middle.to(PART), step)
+    return tl.dot(left, high.to(PART), step)
+
+
+@on_its_device
+@triton.jit  # type: ignore[untyped-decorator]
+def _phi_parts_kernel(phi, parts, size, ELEMENTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
+    here = at < size
+    store_parts(parts, at, tl.load(phi + at, mask=here, other=0.0), here, size)
+
+
+@torch.library.custom_op("cppmega::mhc_phi_parts", mutates_args=("parts",))
+def phi_parts(phi: Tensor, parts: Tensor) -> None:
+    """Split phi `[V, n * C]` in fp32 into its parts `[3, V, n * C]` in bf16; both contiguous."""
+    size = phi.numel()
+    _phi_parts_kernel[(triton.cdiv(size, ELEMENTS),)](
+        phi, parts, size, ELEMENTS=ELEMENTS, num_warps=4
+    )
+
+
+def factor(phi: Tensor, dtype: torch.dtype) -> Tensor:
+    """The factor for streams of this type: the parts of phi for bf16, otherwise phi."""
+    if dtype != torch.bfloat16:
+        return phi
+    parts = phi.new_empty(3, *phi.shape, dtype=dtype)
+    phi_parts(phi, parts)
+    return parts

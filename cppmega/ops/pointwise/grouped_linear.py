@@ -1,0 +1,111 @@
+"""The linear layers of a group of experts, each of its own tokens, in one product for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cppmega.ops.common.main_grad import MainGrad
+from cppmega.ops.common.once_differentiable import once_differentiable
+
+Products = Callable[..., Any]
+"""Transformer Engine's `general_grouped_gemm`."""
+
+
+def grouped_linear(
+    x: Tensor,
+    splits: Sequence[int],
+    weights: Sequence[Tensor],
+    products: Products,
+    *,
+    fused: bool = False,
+    first: bool = False,
+) -> Tensor:
+    """`x[i] @ weights[i].T` for the i-th part of the rows of x, summed in fp32.
+
+    Args:
+        x: `[tokens, K]`, bf16 or fp16.
+        splits: the rows of each part, which may have none; they sum to `tokens`.
+        weights: as many, `[N, K]` each, of the type of x.
+        products: computes all products of one kind.
+        fused: whether Megatron's gradient accumulation fusion is on, with which the gradients of
+            the weights go to their `main_grad`, in the type of that.
+        first: whether those of this call replace what is in `main_grad`, which in the first
+            micro-batch of a step is zero.
+
+    Returns:
+        `[tokens, N]`.
+
+    Raises:
+        ValueError: there are no weights.
+    """
+    if not weights:
+        raise ValueError("there are no weights, which have the number of output columns")
+    choice = (list(splits), products, fused, first)
+    out: Tensor = _GroupedLinear.apply(x, choice, *weights)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, choice: tuple[list[int], Products, bool, bool], *weights: Tensor
+    ) -> Tensor:
+        splits, products, fused, first = choice
+        ctx.save_for_backward(x, *weights)
+        ctx.splits, ctx.products, ctx.first = splits, products, first
+        main_grads = [MainGrad.of(weight) for weight in weights] if fused else [None]
+        ctx.main_grads = None if None in main_grads else main_grads
+        out = x.new_empty(len(x), len(weights[0]))
+        _compute(products, weights, x.split_with_sizes(splits), [out], splits, "TN")
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        parts = gradients[0].contiguous().split_with_sizes(ctx.splits)
+        d_x = None
+        if ctx.needs_input_grad[0]:
+            d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+            _compute(ctx.products, weights, parts, [d_x], ctx.splits, "NN")
+        d_weights: Sequence[Tensor | None] = [None] * len(weights)
+        if any(ctx.needs_input_grad[2:]):
+            d_weights = _weight_gradients(ctx, x.split_with_sizes(ctx.splits), parts, weights)
+        return (d_x, None, *d_weights)
+
+
+def _weight_gradients(
+    ctx: Any, inputs: Sequence[Tensor], gradients: Sequence[Tensor], weights: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    """The gradients of the weights, or what is returned if they went to `main_grad`."""
+    main_grads: list[MainGrad] | None = ctx.main_grads
+    if main_grads is None:
+        own = list(weights[0].new_empty(len(weights), *weights[0].shape).unbind())
+        _compute(ctx.products, inputs, gradients, own, ctx.splits, "NT")
+        return own
+    buffers = [main_grad.buffer for main_grad in main_grads]
+    _compute(ctx.products, inputs, gradients, buffers, ctx.splits, "NT", accumulate=not ctx.first)
+    return [main_grad.added() for main_grad in main_grads]
+
+
+def _compute(
+    products: Products,
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    out: list[Tensor],
+    splits: list[int],
+    layout: str,
+    **more: bool,
+) -> None:
+    """Compute products of which nothing is quantized.
+
+    Those for tokens (TN, NN) are written into one tensor, one after the other; those for weights
+    (NT) into a tensor each.
+    """
+    own = {"grad": layout != "TN", "single_output": layout != "NT"}
+    quantizers = [None] * len(a)
+    products(a, b, out, quantizers, out[0].dtype, layout=layout, m_splits=splits, **own, **more)

@@ -1,0 +1,45 @@
+"""Copies of `[s, b, width]` between tensors whose rows are contiguous, in any order of s and b.
+
+`Tensor.copy_` is the definition.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cppmega.ops.common.launch import on_its_device
+
+ROWS = 8
+"""Rows that a program copies."""
+
+COLUMNS = 512
+"""Columns that it copies: 1 KiB of each row in 16 bits."""
+
+
+@on_its_device
+@triton.jit  # type: ignore[untyped-decorator]
+def _copy_kernel(  # type: ignore[no-untyped-def]
+    part, out, rows, inner, width, part_s, part_b, out_s, out_b,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    has = (row < rows)[:, None] & (column < width)[None, :]
+    s, b = row // inner, row % inner
+    from_ = part + (s * part_s + b * part_b)[:, None] + column[None, :]
+    to = out + (s * out_s + b * out_b)[:, None] + column[None, :]
+    tl.store(to, tl.load(from_, mask=has, other=0.0), mask=has)
+
+
+@torch.library.custom_op("cppmega::copy_columns", mutates_args=("out",))
+def copy(part: Tensor, out: Tensor) -> None:
+    """Copy `part` to `out`, both `[s, b, width]`, of one type, with a last stride of 1."""
+    s, b, width = part.shape
+    if part.numel():
+        _copy_kernel[(triton.cdiv(s * b, ROWS), triton.cdiv(width, COLUMNS))](
+            part, out, s * b, b, width, part.stride(0), part.stride(1), out.stride(0),
+            out.stride(1), ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
+        )  # fmt: skip
