@@ -69,7 +69,9 @@ def cases(s: int, b: int) -> Iterator[tuple[str, Call]]:
         packed_conv,
     )
     from cppmega.ops.pointwise import hadamard, rope, split_columns
-    from tests.ops import m2rnn_checks, mamba3_checks, mhc_checks
+    from tests.ops.m2rnn import checks as m2rnn_checks
+    from tests.ops.mamba3 import checks as mamba3_checks
+    from tests.ops.mhc import checks as mhc_checks
 
     scale, topk = 128**-0.5, min(256, s)
     index = normal(s, b, 32, 64), normal(s, b, 64), normal(s, b, 32) * 0.02

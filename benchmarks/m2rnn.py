@@ -27,7 +27,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from cppmega.ops.m2rnn import m2rnn
-from tests.ops import m2rnn_checks as checks
+from tests.ops.m2rnn import checks
 
 SHAPE = checks.Shape(s=4096, b=8, heads=51, k=64, v=16)
 

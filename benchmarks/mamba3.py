@@ -35,7 +35,7 @@ from cppmega.ops import mamba3
 from cppmega.ops.mamba3 import external as kernels
 from cppmega.ops.mamba3 import naive as reference
 from cppmega.ops.mamba3 import operands
-from tests.ops.mamba3_checks import Shape, drawn, leaves
+from tests.ops.mamba3.checks import Shape, drawn, leaves
 
 WHOLE = Shape(8, 4096, 128, 8, 4, 128, 64)
 CASES: dict[str, tuple[Shape, int]] = {

@@ -7,7 +7,7 @@ that it selects on this GPU; Transformer Engine and Liger, if they are installed
 of the reference (`benchmarks/mhc_rivals.py`). All implementations of a shape run in one process on
 the same inputs; the first calls, which compile and tune, are not counted. Results or gradients
 that differ from the reference by more than the rounding of bf16 explains stop the run. (Against
-fp64, `pytest -m gpu tests/ops/test_mhc.py` compares ours.)
+fp64, `pytest -m gpu tests/ops/mhc/test_mhc.py` compares ours.)
 
 Times are medians of 10 with CUDA events while the GPU has work queued, so that the host is not in
 them: of a site forward plus backward, the sum of the streams' gradients included. The least time
@@ -35,8 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from mhc_rivals import ITERATIONS, Inputs, Way, Ways, others, ours, own_ways, plain
 
 from cppmega.ops import mhc
-from tests.ops import mhc_checks as checks
-from tests.ops.mhc_checks import Shape
+from tests.ops.mhc import checks
+from tests.ops.mhc.checks import Shape
 
 CASES = {
     "s 8192, b 4, n 4, C 7168": Shape(8192, 4, 4, 7168),

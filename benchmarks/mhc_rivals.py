@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from cppmega.ops.mhc.naive import Parameters
-from tests.ops import mhc_checks as checks
-from tests.ops.mhc_checks import Given, Shape
+from tests.ops.mhc import checks
+from tests.ops.mhc.checks import Given, Shape
 
 ITERATIONS = 20
 

@@ -60,7 +60,7 @@ def record_memory() -> None:
     os.environ.setdefault(memory_record.RECOMPILE, "1")
     tests = [
         f"{file}::{test.name}"
-        for file in sorted((laws.REPOSITORY / "tests" / "ops").glob("test_*.py"))
+        for file in sorted((laws.REPOSITORY / "tests" / "ops").rglob("test_*.py"))
         for test in ast.parse(file.read_text()).body
         if isinstance(test, ast.FunctionDef)
         and test.name.startswith("test_")

@@ -127,7 +127,7 @@ def verify() -> None:
             assert error.name == "mhc-no-fused-kernel", error
         else:
             raise AssertionError("the model is built although no kernel can run")
-        # The reference instead of the kernels: tests/ops/test_mhc.py compares the two.
+        # The reference instead of the kernels: tests/ops/mhc/test_mhc.py compares the two.
         plain.enter_context(mock.patch.object(mhc, "obstacle", lambda *sizes: None))
         plain.enter_context(mock.patch.multiple(mhc, **_reference_ops()))
     with plain, torch._dynamo.config.patch(disable=True):

@@ -31,7 +31,7 @@ from cppmega.ops.pointwise.grouped_linear import grouped_linear
 from cppmega.ops.pointwise.linear import linear, padded_linear
 from cppmega.ops.pointwise.split_columns import split_columns
 from tests.ops.layouts import EXPANDED, LAYOUTS
-from tests.ops.test_grouped_linear import products
+from tests.ops.pointwise.test_grouped_linear import products
 
 Tensors = dict[str, Tensor]
 Layout = Callable[[Tensor], Tensor]

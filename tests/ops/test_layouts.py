@@ -19,7 +19,7 @@ from cppmega.ops.pointwise.dsa_indexer_prologue import Rotary, prepare_index_inp
 from cppmega.ops.pointwise.grouped_linear import grouped_linear
 from tests.ops.in_interpreter import run
 from tests.ops.layout_rows import ROWS, check
-from tests.ops.test_grouped_linear import products
+from tests.ops.pointwise.test_grouped_linear import products
 from tests.support import REPOSITORY
 
 INTERNAL = ("autograd", "chunks", "external", "naive", "operands", "per_head", "scan", "triton")

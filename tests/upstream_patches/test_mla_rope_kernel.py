@@ -1,6 +1,6 @@
 """The kernel's reference is stock's rotary embedding to the bit, and patched code calls the kernel.
 
-`tests/ops/test_rope.py` compares the kernel with its reference.
+`tests/ops/pointwise/test_rope.py` compares the kernel with its reference.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def check(stock: one_process.Stock) -> None:
 
     from cppmega.ops.pointwise import rope
     from cppmega.ops.pointwise import rope_naive as rope_reference
-    from tests.ops.rope_checks import WAYS
+    from tests.ops.pointwise.rope_checks import WAYS
 
     unpatched = stock.module("megatron.core.models.common.embeddings.rope_utils")
     names = inspect.signature(patched.apply_rotary_pos_emb).parameters

@@ -1,6 +1,6 @@
 """The gradients of a router are stock's, and patched code calls the kernel for them.
 
-`tests/ops/test_router_gating.py` compares the kernel with its reference.
+`tests/ops/pointwise/test_router_gating.py` compares the kernel with its reference.
 """
 
 from __future__ import annotations

@@ -1,0 +1,104 @@
+"""The Triton kernels of Mamba-3's scan: interpreted, compiled, and on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from cppmega.ops.common.device import Gpu  # noqa: E402
+from cppmega.ops.mamba3 import operands, scan  # noqa: E402
+from tests.ops.in_interpreter import run  # noqa: E402
+from tests.ops.kernel_memory import LIMITS, record, shared_memory  # noqa: E402
+from tests.ops.mamba3.checks import Shape, drawn  # noqa: E402
+from tests.ops.mamba3.errors import ON_GPU, WIDE  # noqa: E402
+from tests.ops.mamba3.scan_checks import check  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+INTERPRETED = """
+import torch
+from cppmega.ops.mamba3 import scan
+from tests.ops.mamba3.checks import Shape
+from tests.ops.mamba3.scan_checks import check, check_layouts
+torch.manual_seed(0)
+scan.SCRATCH = 1  # a sequence at a time
+FULL, HALF = torch.float32, torch.float16  # bf16 is truncated here
+check(Shape(1, 41, 4, 2, 2, 32, 16), FULL, bounds=[0, 1, 16, 16, 30, 39])
+check(Shape(1, 52, 2, 1, 4, 32, 16), HALF, "heavy_tail", [0, 5, 38, 52], dt=-3.0)
+check(Shape(2, 17, 2, 2, 4, 32, 16), FULL, "heavy_tail", dt=6.0)
+check(Shape(1, 33, 2, 1, 4, 32, 16), FULL, bounds=[0, 16, 33], dt=-3.0)  # chunks of 16
+check_layouts(Shape(2, 3, 2, 1, 4, 32, 16))
+"""
+
+
+def test_in_the_interpreter() -> None:
+    run(INTERPRETED)
+
+
+WHOLE = Shape(2, 64, 128, 8, 4, 128, 64)
+
+
+@pytest.mark.parametrize(
+    ("shape", "arch", "programs"),
+    [
+        (WHOLE, 90, 2),
+        (Shape(1, 64, 2, 2, 4, 256, 64), 90, 1),  # the largest states and the smallest
+        (Shape(1, 64, 2, 2, 4, 32, 16), 90, 2),
+        (WHOLE, 80, 1),
+        (WHOLE, 100, 2),
+        (WHOLE, 120, 1),
+    ],
+)
+def test_programs_fit_a_multiprocessor(
+    shape: Shape, arch: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = Gpu(divmod(arch, 10), LIMITS[arch] << 10)
+    monkeypatch.setattr(scan, "gpu_of", lambda device: gpu)
+    launches = record(monkeypatch, [scan])
+    inputs, parameters = drawn(shape, torch.bfloat16)
+    assert not scan.obstacle(inputs, parameters)
+    made = operands.plain(inputs, parameters, "softplus")
+    upstream = scan.forward(made, inputs, parameters, None)
+    scan.backward(made, inputs, parameters, None, upstream)
+    assert len(launches) == 9
+    for kernel, arguments in launches:
+        assert programs * shared_memory(kernel, arguments, arch) <= LIMITS[arch] << 10
+
+
+def test_a_gpu_that_is_too_old_or_small_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, parameters = drawn(WHOLE._replace(length=2), torch.bfloat16)
+    monkeypatch.setattr(scan, "gpu_of", lambda device: Gpu((7, 5), 64 << 10))
+    assert "need sm_80, not sm_75" in scan.obstacle(inputs, parameters)
+    monkeypatch.setattr(scan, "gpu_of", lambda device: Gpu((12, 0), 99 << 10))
+    assert not scan.obstacle(inputs, parameters)
+    wide = drawn(WHOLE._replace(length=2, state=256), torch.bfloat16)
+    assert "states of 256 x 64 need more shared memory than 99 KiB" in scan.obstacle(*wide)
+
+
+@pytest.mark.parametrize(
+    ("shape", "why"),
+    [
+        (Shape(rank=3), "it supports ranks 2 and 4 without an output norm, not rank 3"),
+        (Shape(rank=4, out_norm=True), "without an output norm, not rank 4 with an output norm"),
+        (Shape(rank=4), "2 heads per group, 8 or 5 is not a power of two"),
+        (Shape(rank=2, width=16), "states of 8 x 16 are smaller than 32 x 16"),
+        (Shape(rank=2, state=32, width=8), "states of 32 x 8 are smaller"),
+        (Shape(rank=2, state=256, width=128), "states of 256 x 128 need more shared memory"),
+        (Shape(rank=2, state=512, width=16), "states of 512 x 16 need more shared memory"),
+        (Shape(rank=2, state=32, width=16), ""),
+    ],
+)
+def test_the_obstacle_is_named(shape: Shape, why: str) -> None:
+    found = scan.obstacle(*drawn(shape))
+    assert why in found and bool(why) == bool(found)
+
+
+KINDS = {**ON_GPU, "rank 2": (WIDE._replace(length=100, rank=2), None, 0.0)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", KINDS)
+def test_errors_are_those_of_bf16_products(name: str) -> None:
+    shape, bounds, dt = KINDS[name]
+    check(shape, torch.bfloat16, "softplus", bounds, dt, "cuda")
