@@ -53,12 +53,17 @@ def verify() -> None:
 
     def forward(coefficient):
         torch.manual_seed(0)
-        q, k, w = (torch.randn(4, 1, *shape) for shape in ((2, 4), (4,), (2,)))
+        shapes = ((2, 4), (4,), (2,))
+        q, k, w = (torch.randn(4, 1, *shape, requires_grad=True) for shape in shapes)
         attention = layer(q, k, w, 2, dsa_indexer_loss_coeff=coefficient)
         query, key, value = (torch.randn(4, 1, 2, 4, requires_grad=True) for _ in range(3))
         x = torch.randn(4, 1, 8)
         output = attention(query, key, value, None, x, x, attn_mask_type=AttnMaskType.causal)
-        return output.detach(), *torch.autograd.grad(output.sum(), (query, key, value))
+        output.sum().backward()
+        return output.detach(), query.grad, key.grad, value.grad, q.grad  # q's is of the loss alone
 
-    for off, zero in zip(forward(None), forward(0.0), strict=True):
-        assert torch.equal(off, zero)
+    *off, of_no_loss = forward(None)
+    *zero, of_zero_loss = forward(0.0)
+    assert all(torch.equal(one, other) for one, other in zip(off, zero, strict=True))
+    assert not any(found is not None and found.any() for found in (of_no_loss, of_zero_loss))
+    assert forward(1.0)[-1].any()

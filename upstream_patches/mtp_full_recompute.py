@@ -100,6 +100,7 @@ def fixed_upstream(source: Source) -> bool:
 
 def verify() -> None:
     import inspect
+    import warnings
     from types import SimpleNamespace
     from unittest import mock
 
@@ -134,6 +135,13 @@ def verify() -> None:
         assert len(seen) == 1
         out.sum().backward()
     assert len(seen) == 2  # a second time in the backward pass
+    layer.config.recompute_method = "block"  # which recomputes nothing
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain = layer._checkpointed_forward(
+            *function, hidden_states=hidden, decoder_input=hidden, attention_mask=None, **given
+        )
+    assert torch.equal(plain, out) and len(seen) == 3
     for named in seen:
         assert named.keys() == given.keys()
         for name, value in named.items():

@@ -210,8 +210,8 @@ def own_kernels() -> dict[str, frozenset[str]]:
     for folder in files("cppmega.ops").iterdir():
         for file in folder.iterdir() if folder.is_dir() else ():
             if file.name.endswith("_triton.py"):
-                family = _family_of(folder.name, file.name)
                 for name in _kernels(file.read_text()):
+                    family = _family_of(folder.name, file.name)
                     found[name] = found.get(name, frozenset()) | {family}
     return found
 

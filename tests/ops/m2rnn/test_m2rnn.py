@@ -265,7 +265,7 @@ def test_every_kernel_compiles_and_fits_shared_memory(monkeypatch: pytest.Monkey
     pytest.importorskip("triton")
     modules = [*modules_of("m2rnn"), *modules_of("packed_conv")]
     found = record(monkeypatch, modules)
-    for name in ("cppmega.ops.m2rnn.obstacle", "cppmega.ops.packed_conv.obstacle"):
+    for name in ("cppmega.ops.m2rnn.obstacle", "cppmega.ops.packed_conv.kernel_obstacle"):
         monkeypatch.setattr(name, lambda *call: None)
     packed = torch.tensor([0, 64])
     # Without packs, and for sizes of one, which Triton compiles in, kernels are others.
