@@ -123,7 +123,7 @@ def verify() -> None:
         for call in calls:
             wanted = embedded(*call, 0.5)  # on a CPU, by Megatron's code
             assert not launched, "a tensor of the CPU"
-            with stand_ins.on_gpu("rope_triton", rotate=rotate):
+            with stand_ins.on_gpu("pointwise.rope_triton", rotate=rotate):
                 found = embedded(*call, 0.5)
             assert launched == ["forward", "backward"] * by_kernel, (call[0].dtype, call[2:])
             launched.clear()

@@ -108,7 +108,7 @@ def verify() -> None:
                 scores = moe_utils.RouterGatingLinearFunction.apply(inp, weight, bias, of_scores)
                 assert not launched, "the forward calls the kernel"
                 with stand_ins.on_gpu(
-                    "router_gating_triton", splits=lambda tokens: 2, gradients=gradients
+                    "pointwise.router_gating_triton", splits=lambda tokens: 2, gradients=gradients
                 ):
                     found = torch.autograd.grad(scores, leaves, upstream)
             call = (experts, of_inp, of_weight, of_scores)

@@ -17,6 +17,7 @@ Example:
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
@@ -57,19 +58,18 @@ def on_gpu(kernels: str, **launches: Callable[..., Any]) -> Iterator[None]:
     What decides on a call, and all that surrounds the launches, is the real code.
 
     Args:
-        kernels: the module that launches them, such as `rope_triton`.
+        kernels: the module that launches them, such as `pointwise.rope_triton`.
         launches: its functions by name, with their replacements.
     """
     import torch
 
-    from cppmega import ops
-
     if importlib.util.find_spec("triton") is None:
         module("triton")
     launcher = SimpleNamespace(**launches)
+    family, _, name = f"cppmega.ops.{kernels}".rpartition(".")
     with (
-        mock.patch.dict(sys.modules, {f"{ops.__name__}.{kernels}": launcher}),
-        mock.patch.object(ops, kernels, launcher, create=True),
+        mock.patch.dict(sys.modules, {f"{family}.{name}": launcher}),
+        mock.patch.object(importlib.import_module(family), name, launcher, create=True),
         mock.patch.object(torch.Tensor, "is_cuda", True),
     ):
         yield
