@@ -37,12 +37,11 @@ def mixed(
     if device.type == "cpu":
         bounds = None if boundaries is None else boundaries.tolist()
         return reference.mixed(inputs, parameters, definition, bounds, chunk)
-    from cppmega.ops.mamba3 import autograd as mamba3_scan_autograd
-    from cppmega.ops.mamba3 import scan as mamba3_scan
+    from cppmega.ops.mamba3 import autograd, scan
 
-    unscanned = mamba3_scan.obstacle(inputs, parameters)
+    unscanned = scan.obstacle(inputs, parameters)
     if not unscanned:
-        return mamba3_scan_autograd.mixed(inputs, parameters, definition, boundaries)
+        return autograd.mixed(inputs, parameters, definition, boundaries)
     from cppmega.ops.mamba3 import external as kernels
 
     if why := kernels.obstacle(device, inputs, parameters, chunk):

@@ -1,4 +1,7 @@
-"""Mamba-3 of rank 2 or 4 by the Triton kernels of `mamba3_scan`; only the projection is saved."""
+"""Autograd of Mamba-3 at rank 2 or 4 with the Triton kernels of `mamba3.scan`.
+
+Only the projection is saved: the backward recomputes the operands of the scan and the states.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ def mixed(
     """Compute `naive.mixed`, `[b, l, h, p]`, for MIMO without an output norm.
 
     Args:
-        inputs: of one type, bf16 or fp16 on a GPU; `mamba3_scan.obstacle` checks the shapes.
+        inputs: of one type, bf16 or fp16 on a GPU; `scan.obstacle` checks the shapes.
         parameters: on the same device; fp32, except for the norms.
         definition: of A.
         boundaries: int32 `[documents + 1]`, cumulative lengths of a pack, for which b is 1; tokens

@@ -1,7 +1,7 @@
 """Mamba-3 by the kernels of mamba-ssm 2.3.2.post1, with the fixes of cppmega's pages for NAM56R.
 
 The scan of rank R (MIMO) is a TileLang kernel, that of rank 1 (SISO) a Triton kernel. Their inputs
-are computed by `mamba3_operands`. MIMO without an output norm saves none of them: the backward
+are computed by `mamba3.operands`. MIMO without an output norm saves none of them: the backward
 recomputes them, without any matrix product, from the projection, which is saved in any case.
 """
 
@@ -67,7 +67,7 @@ def obstacle(device: torch.device, inputs: Inputs, parameters: Parameters, chunk
 
 
 class _NotCompiled(ModuleType):
-    """Stands in for the compiled scan, until something of it is asked for."""
+    """A placeholder for the compiled scan, which fails only when one of its attributes is used."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -97,8 +97,8 @@ def mixed(
 ) -> Tensor:
     """Compute `naive.mixed` of `[b, l, h, p]`; see there and `ops.mamba3.mixed`.
 
-    A sequence is filled up to whole chunks, of which the kernels have no special cases, and whose
-    lengths are fewer kernels to compile; no token sees those after it.
+    A sequence is padded to complete chunks: the kernels have no special case for a partial one, and
+    fewer lengths mean fewer kernels to compile. No token sees the padding after it.
     """
     if not inputs.x.numel():
         return without_tokens(inputs, parameters)
@@ -181,7 +181,7 @@ def _divisor(inputs: Inputs) -> int:
 
 
 class _Mimo(torch.autograd.Function):
-    """MIMO without an output norm, which saves only the projection for its backward."""
+    """MIMO without an output norm; saves only the projection for its backward."""
 
     @staticmethod
     def forward(  # type: ignore[override]

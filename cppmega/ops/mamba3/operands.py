@@ -1,7 +1,7 @@
 """The inputs of Mamba-3's scan other than values and gates, computed from the input projection.
 
 `plain` is the definition, in plain torch, on any device and differentiable. On a GPU, `compute` and
-`gradients` take two kernel launches each (`mamba3_operands_triton`) and read the projection in
+`gradients` take two kernel launches each (`operands_triton`) and read the projection in
 place; plain torch needs a dozen, and copies each tensor into the layout that the scan expects.
 """
 
@@ -21,7 +21,7 @@ from cppmega.ops.mamba3.naive import EPSILON, Definition, Inputs, Parameters, de
 
 
 class Operands(NamedTuple):
-    """What the kernels of the scan read, apart from the parameters, x and z.
+    """The inputs of the scan's kernels, apart from the parameters, x and z.
 
     Attributes:
         queries: `[b, l, R, g, n]`.
@@ -29,7 +29,7 @@ class Operands(NamedTuple):
         log_a: `[b, h, l]`, fp32.
         dt: `[b, h, l]`, fp32.
         trap: `[b, h, l]`.
-        angles: `[b, l, h, k]`, fp32; for `mamba3_scan`, those of the inputs, `[b, l, k]`.
+        angles: `[b, l, h, k]`, fp32; for `scan`, those of the inputs, `[b, l, k]`.
     """
 
     queries: Tensor

@@ -1,11 +1,16 @@
-"""Kernels that compute the operands of Mamba-3's scan from the projection, and their gradients.
+"""The operands of Mamba-3's scan from the projection, and their gradients; all memory-bound.
 
-In either direction, one launch is for keys and queries, which are normalised row by row and
-transposed from groups x ranks to ranks x groups. Another is for what exists per head, dt, log a and
-the trapezoid's share, which are transposed so that time is the last axis, and for the angles, of
-which the scan reads a copy per head. Each program sums the gradients of parameters over its own
-tokens; the partial sums are then added in a fixed order. `mamba3_operands.plain` is the same in
-plain torch.
+Two launches per direction read the projection in place, once, and write each result once:
+
+- `_states_*`: RMSNorm of the rows of keys and queries, and their transposition from groups x ranks
+  to ranks x groups. Grid: tokens (backward: blocks of TOKENS) x {keys, queries}; a program holds
+  all rows `[g * R, n]` of one token.
+- `_heads_*`: dt, log a and the trapezoid's share per head, transposed so that time is the last
+  axis, and optionally a copy of the angles per head. Grid: blocks of tokens x blocks of heads x
+  sequences; the backward loops over the heads instead, since they share the angles.
+
+Backward programs sum the gradients of parameters over their own tokens; the partial sums are added
+in a fixed order. `mamba3.operands.plain` is the reference implementation.
 """
 
 from __future__ import annotations
@@ -32,14 +37,14 @@ Pair = tuple[Tensor, Tensor]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rows_of(  # type: ignore[no-untyped-def]
-    x, begin, weight, here, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr
+    x, start, weight, here, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr
 ):
-    """All rows of a token in fp32, their reciprocal RMS, the weight of the norm, and the mask."""
+    """Load all rows of a token in fp32, their reciprocal RMS, the norm's weight, and the mask."""
     row, n = tl.arange(0, ROWS), tl.arange(0, N)
-    known = (row < G * R)[:, None] & here
-    v = tl.load(x + begin + row[:, None] * N + n[None, :], mask=known, other=0.0).to(tl.float32)
-    root = tl.rsqrt(tl.sum(v * v, 1) / N + NORM_EPS)
-    return v, root, tl.load(weight + n).to(tl.float32), known
+    mask = (row < G * R)[:, None] & here
+    v = tl.load(x + start + row[:, None] * N + n[None, :], mask=mask, other=0.0).to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(v * v, 1) / N + NORM_EPS)
+    return v, rstd, tl.load(weight + n).to(tl.float32), mask
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -52,12 +57,12 @@ def _places(token, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, ROWS: tl.c
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _exchanged(  # type: ignore[no-untyped-def]
-    x, begin, weight, out, token, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
+    x, start, weight, out, token, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    v, root, w, known = _rows_of(x, begin, weight, True, G, R, N, ROWS)
-    v *= root[:, None] * w[None, :]
-    tl.store(out + _places(token, G, R, N, ROWS), v.to(out.dtype.element_ty), mask=known)
+    v, rstd, w, mask = _rows_of(x, start, weight, True, G, R, N, ROWS)
+    v *= rstd[:, None] * w[None, :]
+    tl.store(out + _places(token, G, R, N, ROWS), v.to(out.dtype.element_ty), mask=mask)
 
 
 @on_its_device
@@ -69,50 +74,50 @@ def _states_kernel(  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
     b, at = token // length, token % length
     if tl.program_id(1) == 0:
-        begin = b * keys_b + at * keys_l
-        _exchanged(keys, begin, key_norm, to_keys, token, G, R, N, ROWS)
+        start = b * keys_b + at * keys_l
+        _exchanged(keys, start, key_norm, to_keys, token, G, R, N, ROWS)
     else:
-        begin = b * queries_b + at * queries_l
-        _exchanged(queries, begin, query_norm, to_queries, token, G, R, N, ROWS)
+        start = b * queries_b + at * queries_l
+        _exchanged(queries, start, query_norm, to_queries, token, G, R, N, ROWS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _states_gradient(  # type: ignore[no-untyped-def]
-    x, weight, given, out, sums, tokens, length, stride_b, stride_l, G: tl.constexpr,
+    x, weight, dy_ptr, out, sums, tokens, length, stride_b, stride_l, G: tl.constexpr,
     R: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    of_weight = tl.zeros((N,), tl.float32)
+    dw = tl.zeros((N,), tl.float32)
     row, n = tl.arange(0, ROWS), tl.arange(0, N)
     for each in range(TOKENS):
         token = tl.program_id(0).to(tl.int64) * TOKENS + each
-        begin = (token // length) * stride_b + (token % length) * stride_l
-        v, root, w, known = _rows_of(x, begin, weight, token < tokens, G, R, N, ROWS)
-        v *= root[:, None]
-        dy = tl.load(given + _places(token, G, R, N, ROWS), mask=known, other=0.0).to(tl.float32)
-        of_weight += tl.sum(dy * v, 0)
+        start = (token // length) * stride_b + (token % length) * stride_l
+        v, rstd, w, mask = _rows_of(x, start, weight, token < tokens, G, R, N, ROWS)
+        v *= rstd[:, None]
+        dy = tl.load(dy_ptr + _places(token, G, R, N, ROWS), mask=mask, other=0.0).to(tl.float32)
+        dw += tl.sum(dy * v, 0)
         dy *= w[None, :]
-        dx = (dy - v * (tl.sum(dy * v, 1) / N)[:, None]) * root[:, None]
-        at = token * (G * R * N) + row[:, None] * N + n[None, :]
-        tl.store(out + at, dx.to(out.dtype.element_ty), mask=known)
-    tl.store(sums + tl.program_id(0).to(tl.int64) * N + n, of_weight)
+        dx = (dy - v * (tl.sum(dy * v, 1) / N)[:, None]) * rstd[:, None]
+        offs = token * (G * R * N) + row[:, None] * N + n[None, :]
+        tl.store(out + offs, dx.to(out.dtype.element_ty), mask=mask)
+    tl.store(sums + tl.program_id(0).to(tl.int64) * N + n, dw)
 
 
 @on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _states_backward_kernel(  # type: ignore[no-untyped-def]
-    keys, queries, key_norm, query_norm, of_keys, of_queries, d_keys, d_queries, sums, tokens,
+    keys, queries, key_norm, query_norm, dy_keys, dy_queries, d_keys, d_queries, sums, tokens,
     length, keys_b, keys_l, queries_b, queries_l, G: tl.constexpr, R: tl.constexpr,
     N: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     if tl.program_id(1) == 0:
         _states_gradient(
-            keys, key_norm, of_keys, d_keys, sums, tokens, length, keys_b, keys_l, G, R, N, ROWS,
+            keys, key_norm, dy_keys, d_keys, sums, tokens, length, keys_b, keys_l, G, R, N, ROWS,
             TOKENS,
         )  # fmt: skip
     else:
         sums += tl.num_programs(0).to(tl.int64) * N
         _states_gradient(
-            queries, query_norm, of_queries, d_queries, sums, tokens, length, queries_b, queries_l,
+            queries, query_norm, dy_queries, d_queries, sums, tokens, length, queries_b, queries_l,
             G, R, N, ROWS, TOKENS,
         )  # fmt: skip
 
@@ -151,70 +156,70 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(2).to(tl.int64)
-    at = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    tok = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    here = (at < length)[:, None] & (h < H)[None, :]
-    t, head = at[:, None], h[None, :]
-    raw = tl.load(dt + b * dt_b + t * dt_l + head, mask=here, other=0.0).to(tl.float32)
+    mask = (tok < length)[:, None] & (h < H)[None, :]
+    t, head = tok[:, None], h[None, :]
+    raw = tl.load(dt + b * dt_b + t * dt_l + head, mask=mask, other=0.0).to(tl.float32)
     bias = tl.load(dt_bias + h, mask=h < H, other=0.0).to(tl.float32)
     step = _softplus(raw + bias[None, :])
-    x = tl.load(decay + b * decay_b + t * decay_l + head, mask=here, other=0.0).to(tl.float32)
+    x = tl.load(decay + b * decay_b + t * decay_l + head, mask=mask, other=0.0).to(tl.float32)
     rate, _ = _rate(x, HEAVY_TAIL)
-    share = tl.load(trap + b * trap_b + t * trap_l + head, mask=here, other=0.0)
-    to = tl.trans((b * H + head) * length + t)
-    kept = tl.trans(here)
-    tl.store(to_dt + to, tl.trans(step), mask=kept)
-    tl.store(to_log_a + to, tl.trans(-rate * step), mask=kept)
-    tl.store(to_trap + to, tl.trans(share), mask=kept)
+    share = tl.load(trap + b * trap_b + t * trap_l + head, mask=mask, other=0.0)
+    offs_t = tl.trans((b * H + head) * length + t)
+    mask_t = tl.trans(mask)
+    tl.store(to_dt + offs_t, tl.trans(step), mask=mask_t)
+    tl.store(to_log_a + offs_t, tl.trans(-rate * step), mask=mask_t)
+    tl.store(to_trap + offs_t, tl.trans(share), mask=mask_t)
     if SPREAD:
         k = tl.arange(0, ANGLES)
-        known = (at < length)[:, None] & (k < K)[None, :]
-        turn = tl.load(angles + b * angles_b + t * angles_l + k[None, :], mask=known, other=0.0)
-        of_all = ((b * length + t) * H + head)[:, :, None] * K + k[None, None, :]
+        mask_k = (tok < length)[:, None] & (k < K)[None, :]
+        turn = tl.load(angles + b * angles_b + t * angles_l + k[None, :], mask=mask_k, other=0.0)
+        offs_all = ((b * length + t) * H + head)[:, :, None] * K + k[None, None, :]
         spread = tl.broadcast_to(turn.to(tl.float32)[:, None, :], (TOKENS, HEADS, ANGLES))
-        tl.store(to_angles + of_all, spread, mask=here[:, :, None] & (k < K)[None, None, :])
+        tl.store(to_angles + offs_all, spread, mask=mask[:, :, None] & (k < K)[None, None, :])
 
 
 @on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _heads_backward_kernel(  # type: ignore[no-untyped-def]
-    dt, decay, dt_bias, of_log_a, of_dt, of_trap, of_angles, d_dt, d_decay, d_trap, d_angles, sums,
+    dt, decay, dt_bias, dy_log_a, dy_dt, dy_trap, dy_angles, d_dt, d_decay, d_trap, d_angles, sums,
     length, dt_b, dt_l, decay_b, decay_l, H: tl.constexpr, K: tl.constexpr, ANGLES: tl.constexpr,
     HEAVY_TAIL: tl.constexpr, SPREAD: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    t, k = at[:, None], tl.arange(0, ANGLES)
-    own = sums + (b * tl.num_programs(0) + tl.program_id(0)) * H
-    turned = tl.zeros((TOKENS, ANGLES), tl.float32)
+    tok = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    t, k = tok[:, None], tl.arange(0, ANGLES)
+    p_sums = sums + (b * tl.num_programs(0) + tl.program_id(0)) * H
+    acc = tl.zeros((TOKENS, ANGLES), tl.float32)
     for first in range(0, H, HEADS):
         h = first + tl.arange(0, HEADS)
-        here = (at < length)[:, None] & (h < H)[None, :]
+        mask = (tok < length)[:, None] & (h < H)[None, :]
         head = h[None, :]
-        raw = tl.load(dt + b * dt_b + t * dt_l + head, mask=here, other=0.0).to(tl.float32)
+        raw = tl.load(dt + b * dt_b + t * dt_l + head, mask=mask, other=0.0).to(tl.float32)
         raw += tl.load(dt_bias + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
-        x = tl.load(decay + b * decay_b + t * decay_l + head, mask=here, other=0.0).to(tl.float32)
+        x = tl.load(decay + b * decay_b + t * decay_l + head, mask=mask, other=0.0).to(tl.float32)
         rate, slope = _rate(x, HEAVY_TAIL)
-        source = tl.trans((b * H + head) * length + t)
-        kept = tl.trans(here)
-        of_a = tl.trans(tl.load(of_log_a + source, mask=kept, other=0.0)).to(tl.float32)
-        of_step = tl.trans(tl.load(of_dt + source, mask=kept, other=0.0)).to(tl.float32)
-        of_share = tl.trans(tl.load(of_trap + source, mask=kept, other=0.0))
-        to = (b * length + t) * H + head
-        of_raw = (of_step - of_a * rate) * tl.sigmoid(raw)
-        of_x = -of_a * _softplus(raw) * slope
-        tl.store(d_dt + to, of_raw.to(d_dt.dtype.element_ty), mask=here)
-        tl.store(d_decay + to, of_x.to(d_decay.dtype.element_ty), mask=here)
-        tl.store(d_trap + to, of_share.to(d_trap.dtype.element_ty), mask=here)
-        tl.store(own + h, tl.sum(of_raw, 0), mask=h < H)
+        offs_t = tl.trans((b * H + head) * length + t)
+        mask_t = tl.trans(mask)
+        d_log_a = tl.trans(tl.load(dy_log_a + offs_t, mask=mask_t, other=0.0)).to(tl.float32)
+        d_step = tl.trans(tl.load(dy_dt + offs_t, mask=mask_t, other=0.0)).to(tl.float32)
+        d_share = tl.trans(tl.load(dy_trap + offs_t, mask=mask_t, other=0.0))
+        offs = (b * length + t) * H + head
+        d_raw = (d_step - d_log_a * rate) * tl.sigmoid(raw)
+        d_x = -d_log_a * _softplus(raw) * slope
+        tl.store(d_dt + offs, d_raw.to(d_dt.dtype.element_ty), mask=mask)
+        tl.store(d_decay + offs, d_x.to(d_decay.dtype.element_ty), mask=mask)
+        tl.store(d_trap + offs, d_share.to(d_trap.dtype.element_ty), mask=mask)
+        tl.store(p_sums + h, tl.sum(d_raw, 0), mask=h < H)
         if SPREAD:
-            of_all = to[:, :, None] * K + k[None, None, :]
-            known = here[:, :, None] & (k < K)[None, None, :]
-            turned += tl.sum(tl.load(of_angles + of_all, mask=known, other=0.0).to(tl.float32), 1)
+            offs_all = offs[:, :, None] * K + k[None, None, :]
+            mask_k = mask[:, :, None] & (k < K)[None, None, :]
+            acc += tl.sum(tl.load(dy_angles + offs_all, mask=mask_k, other=0.0).to(tl.float32), 1)
     if SPREAD:
-        to = (b * length + t) * K + k[None, :]
-        known = (at < length)[:, None] & (k < K)[None, :]
-        tl.store(d_angles + to, turned.to(d_angles.dtype.element_ty), mask=known)
+        offs = (b * length + t) * K + k[None, :]
+        mask_k = (tok < length)[:, None] & (k < K)[None, :]
+        tl.store(d_angles + offs, acc.to(d_angles.dtype.element_ty), mask=mask_k)
 
 
 def states(x: Pair, weights: Pair, out: Pair) -> None:
@@ -252,8 +257,8 @@ def states_backward(x: Pair, weights: Pair, given: Pair, out: Pair) -> Pair:
             *x[0].stride()[:2], *x[1].stride()[:2], G=groups, R=rank, N=n,
             ROWS=triton.next_power_of_2(groups * rank), TOKENS=TOKENS, num_warps=4,
         )  # fmt: skip
-    of_keys, of_queries = sums.sum(1)
-    return of_keys, of_queries
+    dw_keys, dw_queries = sums.sum(1)
+    return dw_keys, dw_queries
 
 
 def heads(

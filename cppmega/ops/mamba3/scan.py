@@ -118,7 +118,7 @@ class _Problem(NamedTuple):
         }
 
     def packed(self) -> dict[str, Any]:
-        """Where documents start; without a pack, any pointer, which is not read."""
+        """The starts of documents; without a pack, a placeholder that is not read."""
         return {
             "starts": self.made.dt if self.starts is None else self.starts,
             "PACKED": self.starts is not None,
@@ -168,7 +168,7 @@ def forward(
     """The gated output `[b, l, h, p]`, in the type of x.
 
     Args:
-        made: from `mamba3_operands`; its angles are not read.
+        made: from `operands.compute`; its angles are not read.
         inputs: of which only x, z and the angles are read.
         parameters: those of MIMO without an output norm.
         boundaries: int32 `[documents + 1]`, cumulative lengths of a pack; None: no pack.
@@ -197,8 +197,8 @@ class _Found(NamedTuple):
 
 
 class _Turning(NamedTuple):
-    """Parts of the gradients of angles and dt: those of queries, then of keys, `[2, b, ...]`, or
-    those of one of the two, `[b, ...]`."""
+    """Contributions to the gradients of angles and dt: of queries, then of keys, `[2, b, ...]`, or
+    of one of the two, `[b, ...]`."""
 
     d_dt: Tensor
     d_angles: Tensor
@@ -210,7 +210,7 @@ def backward(
     inputs: Inputs,
     parameters: Parameters,
     boundaries: Tensor | None,
-    given: Tensor,
+    do: Tensor,
 ) -> Gradients:
     """The gradients of everything that `forward` reads, from that of its result."""
     problem = _Problem(made, inputs, parameters, starts_of(boundaries, inputs.x.size(1)))
@@ -220,7 +220,7 @@ def backward(
     found = _Found(
         torch.empty_like(made.queries),
         torch.empty_like(made.keys),
-        *(given.new_empty(b, length, heads, width) for _ in range(2)),
+        *(do.new_empty(b, length, heads, width) for _ in range(2)),
         *(fp32(b, heads, length) for _ in range(4)),
     )
     of_angles = (b, groups, length, inputs.angles.size(2))
@@ -236,7 +236,7 @@ def backward(
         )
         into = _Found(*(each[own] for each in found))
         sides = [_Turning(*(each[side, own] for each in turning)) for side in range(2)]
-        sums.append(torch.cat(_parts(part, theta[own], given[own].contiguous(), into, sides), 1))
+        sums.append(torch.cat(_parts(part, theta[own], do[own].contiguous(), into, sides), 1))
     d_angles, d_dt = _turned_back(problem, turning)
     learned = torch.stack(sums).sum(0)
     widths = [rank * width] * 3 + [rank * state] * 2
@@ -264,9 +264,9 @@ def backward(
 
 
 def _parts(
-    problem: _Problem, theta: Tensor, given: Tensor, found: _Found, turning: list[_Turning]
+    problem: _Problem, theta: Tensor, do: Tensor, found: _Found, turning: list[_Turning]
 ) -> list[Tensor]:
-    """Write `found` and both sides of `turning`.
+    """Launch the kernels of the backward that write `found` and both sides of `turning`.
 
     Returns:
         Gradients of parameters, `[h, ...]`: of values, queries and keys.
@@ -274,11 +274,9 @@ def _parts(
     b, _, heads, width = problem.inputs.x.shape
     groups, rank, state = problem.inputs.keys.shape[2:]
     chunks, fp32 = problem.chunks, problem.made.dt.new_empty
-    named = {**problem.given(), "theta": theta, "given": given}
-    states, gradients = (given.new_empty(b, chunks, heads, state * width) for _ in range(2))
-    states_kernel[(heads, b, 2)](
-        **named, states=states, gradients=gradients, **_walking(given.device)
-    )
+    named = {**problem.given(), "theta": theta, "do": do}
+    states, gradients = (do.new_empty(b, chunks, heads, state * width) for _ in range(2))
+    states_kernel[(heads, b, 2)](**named, states=states, gradients=gradients, **_walking(do.device))
     sums = fp32(b, chunks, heads, 3 * rank * width)
     values_kernel[(heads, chunks, b)](
         **named, skip=problem.parameters.d.contiguous(), states=states, gradients=gradients,
@@ -297,18 +295,18 @@ def _parts(
 
 
 def _turned_back(problem: _Problem, turning: _Turning) -> tuple[Tensor, Tensor]:
-    """The gradients of the angles, `[b, g, l, k]`, and of dt, from the parts of both sides."""
+    """The gradients of the angles, `[b, g, l, k]`, and of dt, from both contributions."""
     b, _, heads, _ = problem.inputs.x.shape
     angled, packed = problem.angled(), problem.packed()
     d_dt, d_angles, from_later = (torch.empty_like(each[0]) for each in turning)
     sizes = {name: angled[name] for name in ("length", "chunks", "H", "K", "T")}
     later_kernel[(heads, b)](
         **packed, **sizes, d_theta=turning.d_theta, from_later=from_later,
-        of_side=from_later.numel(), num_warps=1,
+        side_stride=from_later.numel(), num_warps=1,
     )  # fmt: skip
     angles_backward_kernel[(problem.chunks, angled["G"], b)](
-        **angled, **packed, from_later=from_later, of_angles=turning.d_angles, of_dt=turning.d_dt,
-        d_angles=d_angles, d_dt=d_dt, side_of_angles=d_angles.numel(), side_of_dt=d_dt.numel(),
-        num_warps=4,
+        **angled, **packed, from_later=from_later, da_sides=turning.d_angles,
+        ddt_sides=turning.d_dt, d_angles=d_angles, d_dt=d_dt, angles_stride=d_angles.numel(),
+        dt_stride=d_dt.numel(), num_warps=4,
     )  # fmt: skip
     return d_angles, d_dt

@@ -1,10 +1,11 @@
 """Device functions of Mamba-3's scan: the weights between the tokens of a chunk, and its tiles.
 
-A chunk has T tokens and R * T rows; row `r * T + t` is rank r of token t. The n columns of keys,
-queries and states are split into two tiles of n / 2: the 2 K that are rotated, and the others, in
-their order. Of the rotated ones, eight first elements of pairs are followed by their eight second
-ones: in the transposed product of two tiles, which has ranks and tokens in its columns, a thread
-then has both elements of a pair, and all ranks of a token, and adds without its neighbors.
+There is no grid here: the kernels of the scan inline these functions. A chunk has T tokens and
+R * T rows; row `r * T + t` is rank r of token t. The n columns of keys, queries and states are
+split into two tiles of n / 2: the 2 K rotated columns, and the others, in their order. In the
+rotated tile, the first elements of eight pairs are followed by their second ones. In a transposed
+product, with ranks and tokens in its columns, a thread then holds both elements of a pair and all
+ranks of a token, and adds them without exchanging data with other threads.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ PI = tl.constexpr(math.pi)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _exp(x):  # type: ignore[no-untyped-def]
-    """One instruction after the multiplication; Triton's exp takes five."""
+    """exp(x) in one instruction after a multiplication; Triton's exp takes five."""
     return tl.exp2(x * 1.4426950408889634)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sigmoid(x):  # type: ignore[no-untyped-def]
-    """Accurate to 4e-7, in five instructions; Triton's takes twelve, most for a division."""
+    """The sigmoid to 4e-7 in five instructions; Triton's takes twelve, most for a division."""
     root = tl.rsqrt(1.0 + _exp(-x))
     return root * root
 
@@ -43,17 +44,17 @@ def of_tokens(x, R: tl.constexpr, P: tl.constexpr, T: tl.constexpr):  # type: ig
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def shares(dt, trap, of_head, first, length, T: tl.constexpr):  # type: ignore[no-untyped-def]
+def shares(dt, trap, offs_head, first, length, T: tl.constexpr):  # type: ignore[no-untyped-def]
     """Weights `[T]` of the tokens: dt, that of a token in its own state, and that in later states.
 
     By the trapezoidal rule, a token also enters the next step, by dt and (1 - trap) of the next
     token. For the last token of a document these are another document's, but no token sees them.
     """
     t = first + tl.arange(0, T)
-    step = tl.load(dt + of_head + t, mask=t < length, other=0.0)
-    share = _sigmoid(tl.load(trap + of_head + t, mask=t < length, other=0.0).to(tl.float32))
-    after = tl.load(dt + of_head + t + 1, mask=t + 1 < length, other=0.0)
-    share_after = tl.load(trap + of_head + t + 1, mask=t + 1 < length, other=0.0).to(tl.float32)
+    step = tl.load(dt + offs_head + t, mask=t < length, other=0.0)
+    share = _sigmoid(tl.load(trap + offs_head + t, mask=t < length, other=0.0).to(tl.float32))
+    after = tl.load(dt + offs_head + t + 1, mask=t + 1 < length, other=0.0)
+    share_after = tl.load(trap + offs_head + t + 1, mask=t + 1 < length, other=0.0).to(tl.float32)
     at_once = share * step
     return step, at_once, at_once + (1.0 - _sigmoid(share_after)) * after
 
@@ -67,14 +68,14 @@ def begins(starts, first, length, PACKED: tl.constexpr, T: tl.constexpr):  # typ
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def decays(log_a, of_head, first, length, begin, last, T: tl.constexpr):  # type: ignore[no-untyped-def]
+def decays(log_a, offs_head, first, length, begin, last, T: tl.constexpr):  # type: ignore[no-untyped-def]
     """Cumulative log decays of a chunk, and decays into it `[T]`, out of it `[T]` and across it.
 
     `into` is the decay from the state before the chunk to a token, `out_of` that from a token to
     the state after the chunk; each is 0 if a document begins in between.
     """
     t = first + tl.arange(0, T)
-    log = tl.load(log_a + of_head + t, mask=t < length, other=0.0)
+    log = tl.load(log_a + offs_head + t, mask=t < length, other=0.0)
     since = tl.cumsum(log, 0)
     whole = tl.sum(log, 0)
     into = tl.where(begin < first, _exp(since), 0.0)
@@ -100,8 +101,8 @@ def between(since, begin, first, at_once, later, T: tl.constexpr):  # type: igno
 @triton.jit  # type: ignore[untyped-decorator]
 def weighed(x, weight, R: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
     """`[R * T, R * T]` times the weights `[T, T]` of pairs of tokens."""
-    found = tl.reshape(x, (R, T, R, T)) * weight[None, :, None, :]
-    return tl.reshape(found, (R * T, R * T))
+    tile = tl.reshape(x, (R, T, R, T)) * weight[None, :, None, :]
+    return tl.reshape(tile, (R * T, R * T))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -117,10 +118,10 @@ def rates(angles, per_token, first, length, K: tl.constexpr, T: tl.constexpr):  
 def _sine(turn):  # type: ignore[no-untyped-def]
     """The sine of an angle in turns, between -1/4 and 1/4, to 2e-7: a least-squares polynomial."""
     square = turn * turn
-    found = 39.71090849 * square - 76.57499094
-    found = found * square + 81.60223119
-    found = found * square - 41.34167748
-    return (found * square + 6.283185274) * turn
+    poly = 39.71090849 * square - 76.57499094
+    poly = poly * square + 81.60223119
+    poly = poly * square - 41.34167748
+    return (poly * square + 6.283185274) * turn
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -144,10 +145,10 @@ def biased(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """`[R, T, columns]` of keys or queries of a group with a head's bias, in fp32, unrotated."""
     r, t = tl.arange(0, R)[:, None, None], tl.arange(0, T)[None, :, None]
-    place = x + tl.cast(first, tl.int64) * (R * G * 4 * K)
-    place += t * (R * G * 4 * K) + r * (G * 4 * K) + columns[None, None, :]
-    found = tl.load(place, mask=first + t < length, other=0.0).to(tl.float32)
-    return found + tl.load(bias + r * (4 * K) + columns[None, None, :])
+    ptrs = x + tl.cast(first, tl.int64) * (R * G * 4 * K)
+    ptrs += t * (R * G * 4 * K) + r * (G * 4 * K) + columns[None, None, :]
+    tile = tl.load(ptrs, mask=first + t < length, other=0.0).to(tl.float32)
+    return tile + tl.load(bias + r * (4 * K) + columns[None, None, :])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -160,18 +161,18 @@ def turned_rows(  # type: ignore[no-untyped-def]
     one = biased(x, bias, tl.arange(0, K), first, length, G, R, K, T)
     other = biased(x, bias, tl.arange(0, K) + 2 * K, first, length, G, R, K, T)
     c, s = cos[None, :, :], sin[None, :, :]
-    found = tl.join((one * c - other * s).to(kind), (one * s + other * c).to(kind))
-    found = tl.permute(tl.reshape(found, (R, T, K // 8, 8, 2)), (0, 1, 2, 4, 3))
-    return tl.reshape(found, (R * T, 2 * K))
+    tile = tl.join((one * c - other * s).to(kind), (one * s + other * c).to(kind))
+    tile = tl.permute(tl.reshape(tile, (R, T, K // 8, 8, 2)), (0, 1, 2, 4, 3))
+    return tl.reshape(tile, (R * T, 2 * K))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def plain_rows(  # type: ignore[no-untyped-def]
     x, bias, first, length, G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, T: tl.constexpr
 ):  # fmt: skip
-    """The other tile `[R * T, 2 K]`, in the same type."""
-    found = biased(x, bias, plain_columns(K), first, length, G, R, K, T)
-    return tl.reshape(found.to(x.dtype.element_ty), (R * T, 2 * K))
+    """The tile `[R * T, 2 K]` of the columns that are not rotated, in the type of x."""
+    tile = biased(x, bias, plain_columns(K), first, length, G, R, K, T)
+    return tl.reshape(tile.to(x.dtype.element_ty), (R * T, 2 * K))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -183,8 +184,8 @@ def state_tile(P: tl.constexpr, K: tl.constexpr):  # type: ignore[no-untyped-def
 @triton.jit  # type: ignore[untyped-decorator]
 def pairs(x, R: tl.constexpr, K: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
     """First and second elements of the pairs of a rotated tile's transpose, `[K, R, T]` each."""
-    found = tl.permute(tl.reshape(x, (K // 8, 2, 8, R, T)), (0, 2, 3, 4, 1))
-    return tl.split(tl.reshape(found, (K, R, T, 2)))
+    tile = tl.permute(tl.reshape(x, (K // 8, 2, 8, R, T)), (0, 2, 3, 4, 1))
+    return tl.split(tl.reshape(tile, (K, R, T, 2)))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -198,37 +199,37 @@ def by_column(weight, R: tl.constexpr, P: tl.constexpr):  # type: ignore[no-unty
 def columns_of(x, first, length, per_token, P: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
     """`[P, 1, T]` of a head's values, in fp32."""
     p, t = tl.arange(0, P)[:, None, None], tl.arange(0, T)[None, None, :]
-    place = x + tl.cast(first, tl.int64) * per_token + t * per_token + p
-    return tl.load(place, mask=first + t < length, other=0.0).to(tl.float32)
+    ptrs = x + tl.cast(first, tl.int64) * per_token + t * per_token + p
+    return tl.load(ptrs, mask=first + t < length, other=0.0).to(tl.float32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def factors(  # type: ignore[no-untyped-def]
-    x, z, given, rank_x, rank_z, rank_out, first, length, x_l, z_l, given_l, R: tl.constexpr,
+    x, z, do, rank_x, rank_z, rank_out, first, length, x_l, z_l, do_l, R: tl.constexpr,
     P: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Of a head, `[P, R * T]` in its type: values, and the gradients of the output before the gate.
+    """A head's values and the gradients of its output before the gate, `[P, R * T]` in its type.
 
-    Both are what the products within a chunk multiply.
+    These are the operands of the products within a chunk.
     """
     kind = x.dtype.element_ty
     v = columns_of(x, first, length, x_l, P, T) * by_column(rank_x, R, P)
     gate, _ = gated(columns_of(z, first, length, z_l, P, T), by_column(rank_z, R, P))
-    dy = columns_of(given, first, length, given_l, P, T) * by_column(rank_out, R, P) * gate
+    dy = columns_of(do, first, length, do_l, P, T) * by_column(rank_out, R, P) * gate
     return tl.reshape(v.to(kind), (P, R * T)), tl.reshape(dy.to(kind), (P, R * T))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def put_values(place, x, first, length, per_token, P: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store `[P, T]` of a head."""
+def put_values(ptrs, x, first, length, per_token, P: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store a head's tile `[P, T]` to `[T, P]`, in the type of the destination."""
     p, t = tl.arange(0, P)[:, None], tl.arange(0, T)[None, :]
-    place += tl.cast(first, tl.int64) * per_token + t * per_token + p
-    tl.store(place, x.to(place.dtype.element_ty), mask=first + t < length)
+    ptrs += tl.cast(first, tl.int64) * per_token + t * per_token + p
+    tl.store(ptrs, x.to(ptrs.dtype.element_ty), mask=first + t < length)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def put_sum(sums, x, columns, R: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store the sum over tokens of `[columns, R, T]` in a part of `[columns, R]`."""
+    """Store the sum over tokens of `[columns, R, T]` to `[columns, R]`."""
     tl.store(sums + columns[:, None] * R + tl.arange(0, R)[None, :], tl.sum(x, 2))
 
 
