@@ -1,8 +1,13 @@
 """The weighted sum of the streams, and the gradients of streams and weights.
 
-Each element is read once and summed in fp32. A program of the forward processes a piece of one
-token's columns; a program of the backward processes an entire token, so that the weights' gradients
-are summed in a fixed order.
+- `_aggregate_kernel`: grid tokens x blocks of COLUMNS; a program sums the same columns of all n
+  streams of a token in fp32. Streams are read once, the aggregate is written once.
+- `_aggregate_backward_kernel`: grid tokens; a program walks along the columns and keeps the n
+  gradients of the weights in registers, so that they are summed in a fixed order. Streams and dO
+  are read once, the gradient of the streams, if wanted, is written once.
+
+Memory bandwidth limits both: on an H200 they run at the rate of a copy
+(`benchmarks/results/mhc_designs.md`).
 
 `cppmega.ops.mhc.naive.aggregate` is the reference implementation.
 """
@@ -31,39 +36,39 @@ def _aggregate_kernel(  # type: ignore[no-untyped-def]
     PIECES: tl.constexpr = (C + COLUMNS - 1) // COLUMNS
     token = (tl.program_id(0) // PIECES).to(tl.int64)
     c = (tl.program_id(0) % PIECES) * COLUMNS + tl.arange(0, COLUMNS)
-    here = c < C
-    total = tl.zeros((COLUMNS,), tl.float32)
+    mask = c < C
+    acc = tl.zeros((COLUMNS,), tl.float32)
     for i in tl.static_range(N):
-        x = tl.load(streams + (token * N + i) * C + c, mask=here, other=0.0).to(tl.float32)
-        total += tl.load(h_pre + token * N + i) * x
-    tl.store(out + token * C + c, total.to(out.dtype.element_ty), mask=here)
+        x = tl.load(streams + (token * N + i) * C + c, mask=mask, other=0.0).to(tl.float32)
+        acc += tl.load(h_pre + token * N + i) * x
+    tl.store(out + token * C + c, acc.to(out.dtype.element_ty), mask=mask)
 
 
 @on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _aggregate_backward_kernel(  # type: ignore[no-untyped-def]
-    streams, h_pre, gradient, d_streams, d_pre, C: tl.constexpr, N: tl.constexpr,
+    streams, h_pre, do, d_streams, d_pre, C: tl.constexpr, N: tl.constexpr,
     STREAMS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    sums = empty()
+    acc = empty()
     for _ in tl.static_range(N):
-        sums = sums + (tl.zeros((COLUMNS,), tl.float32),)
+        acc = acc + (tl.zeros((COLUMNS,), tl.float32),)
     for first in range(0, C, COLUMNS):
         c = first + tl.arange(0, COLUMNS)
-        here = c < C
-        g = tl.load(gradient + token * C + c, mask=here, other=0.0).to(tl.float32)
-        added = empty()
+        mask = c < C
+        g = tl.load(do + token * C + c, mask=mask, other=0.0).to(tl.float32)
+        next_acc = empty()
         for i in tl.static_range(N):
-            at = (token * N + i) * C + c
-            x = tl.load(streams + at, mask=here, other=0.0).to(tl.float32)
-            added = added + (sums[i] + g * x,)
+            offs = (token * N + i) * C + c
+            x = tl.load(streams + offs, mask=mask, other=0.0).to(tl.float32)
+            next_acc = next_acc + (acc[i] + g * x,)
             if STREAMS:
                 d = tl.load(h_pre + token * N + i) * g
-                tl.store(d_streams + at, d.to(d_streams.dtype.element_ty), mask=here)
-        sums = added
+                tl.store(d_streams + offs, d.to(d_streams.dtype.element_ty), mask=mask)
+        acc = next_acc
     for i in tl.static_range(N):
-        tl.store(d_pre + token * N + i, tl.sum(sums[i], 0))
+        tl.store(d_pre + token * N + i, tl.sum(acc[i], 0))
 
 
 @torch.library.custom_op("cppmega::mhc_aggregate", mutates_args=("out",))

@@ -1,8 +1,9 @@
 """Autograd functions of the hyper-connections' kernels: the single ops, and a site's two ends.
 
-Tensors are contiguous here; `mhc` ensures that and checks their shapes. The two ends share the
-gradient of the streams: `Write` allocates it and writes the update's part to it, and `Read` adds
-the parts of aggregation and mapping in place, so that it is never summed from three tensors.
+Tensors are contiguous here; `cppmega.ops.mhc` ensures that and checks their shapes. The two ends
+share the gradient of the streams: `Write` allocates it and writes the update's contribution, and
+`Read` adds those of aggregation and mapping in place, so that it is never summed from three
+tensors.
 """
 
 from __future__ import annotations

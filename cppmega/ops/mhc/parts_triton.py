@@ -7,8 +7,9 @@ sums only one step of a kernel's loop, starting from zero and with the smallest 
 result is added to the accumulated sums outside the tensor core and rounded to nearest. Triton does
 the same with TF32.
 
-Phi is split once per pass, by a separate launch: it is a ten-thousandth of the streams, and each
-tile of tokens would repeat the split.
+Phi is split once per pass, by a launch of `_phi_parts_kernel`: phi is a ten-thousandth of the
+streams, and each tile of tokens would repeat the split. Its grid is blocks of phi's elements, each
+of which is read once and written once in three parts; it is limited by memory bandwidth.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ ELEMENTS = 1024
 
 @triton.jit  # type: ignore[untyped-decorator]
 def in_parts(x):  # type: ignore[no-untyped-def]
-    """Split fp32 into a sum of three bf16 values, each nearest to what remains."""
+    """Split fp32 into a sum of three bf16 values, each nearest to the residual."""
     high = x.to(tl.bfloat16)
-    rest = x - high.to(tl.float32)
-    middle = rest.to(tl.bfloat16)
-    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    residual = x - high.to(tl.float32)
+    middle = residual.to(tl.bfloat16)
+    return high, middle, (residual - middle.to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -56,9 +57,9 @@ def product(left, high, middle, low):  # type: ignore[no-untyped-def]
 @on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _phi_parts_kernel(phi, parts, size, ELEMENTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
-    here = at < size
-    store_parts(parts, at, tl.load(phi + at, mask=here, other=0.0), here, size)
+    offs = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
+    mask = offs < size
+    store_parts(parts, offs, tl.load(phi + offs, mask=mask, other=0.0), mask, size)
 
 
 @torch.library.custom_op("cppmega::mhc_phi_parts", mutates_args=("parts",))

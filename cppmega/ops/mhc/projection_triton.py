@@ -1,10 +1,14 @@
 """The projection of all streams of a token to the n * n + 2 * n logits, and their sum of squares.
 
-This is a skinny GEMM: the streams are read once, and the few output columns are padded to the size
-that tensor cores need; the first column of the padding carries the sum of squares. Programs split
-the columns of the streams as well as the tokens, and `mhc_weights_triton` sums their results in a
-fixed order. Errors are those of fp32: bf16 streams are multiplied by phi in three bf16 parts
-(`mhc_parts_triton`), others by three-term TF32.
+This is a skinny GEMM. Grid: blocks of 128 tokens x parts of the n * C columns. A program holds the
+padded logits `[128, PADDED]` of its tokens, with the sum of squares in the first padding column,
+and walks along its columns. The streams are read once; phi is read once per block of tokens; the
+partial logits are written once, and `weights_triton` sums them in a fixed order. Errors are those
+of fp32: bf16 streams are multiplied by phi in three bf16 parts (`parts_triton`), others by
+three-term TF32.
+
+With n = 4 it takes 1.2 times as long on an H200 as reading the streams, so memory bandwidth nearly
+limits it; see `benchmarks/results/mhc_designs.md`.
 
 `cppmega.ops.mhc.naive.logits` contains the reference implementation.
 """
@@ -42,31 +46,31 @@ def _projection_kernel(  # type: ignore[no-untyped-def]
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, IN_PARTS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    here = token < tokens
+    mask_t = token < tokens
     v = tl.arange(0, PADDED)
     first = tl.program_id(1) * each
-    sums = tl.zeros((TOKENS, PADDED), tl.float32)
+    acc = tl.zeros((TOKENS, PADDED), tl.float32)
     # Sums of eight columns each, which one thread reads together.
     squares = tl.zeros((TOKENS, COLUMNS // 8), tl.float32)
     for begin in range(first, tl.minimum(first + each, K), COLUMNS):
         k = begin + tl.arange(0, COLUMNS)
-        inside = k < K
-        at = token[:, None] * K + k[None, :]
-        x = tl.load(streams + at, mask=here[:, None] & inside[None, :], other=0.0)
-        known = (v < V)[:, None] & inside[None, :]
-        of_phi = phi + v[:, None] * K + k[None, :]
-        w = tl.load(of_phi, mask=known, other=0.0)
+        mask_k = k < K
+        offs = token[:, None] * K + k[None, :]
+        x = tl.load(streams + offs, mask=mask_t[:, None] & mask_k[None, :], other=0.0)
+        mask_w = (v < V)[:, None] & mask_k[None, :]
+        phi_ptrs = phi + v[:, None] * K + k[None, :]
+        w = tl.load(phi_ptrs, mask=mask_w, other=0.0)
         wide = x.to(tl.float32)
         if IN_PARTS:
-            middle = tl.load(of_phi + V * K, mask=known, other=0.0)
-            low = tl.load(of_phi + 2 * V * K, mask=known, other=0.0)
-            sums += product(x, tl.trans(w), tl.trans(middle), tl.trans(low))
+            middle = tl.load(phi_ptrs + V * K, mask=mask_w, other=0.0)
+            low = tl.load(phi_ptrs + 2 * V * K, mask=mask_w, other=0.0)
+            acc += product(x, tl.trans(w), tl.trans(middle), tl.trans(low))
         else:
-            sums = tl.dot(wide, tl.trans(w), sums, input_precision="tf32x3")
+            acc = tl.dot(wide, tl.trans(w), acc, input_precision="tf32x3")
         squares += tl.sum(tl.reshape(wide * wide, (TOKENS, COLUMNS // 8, 8)), 2)
-    sums = tl.where((v == V)[None, :], tl.sum(squares, 1)[:, None], sums)
+    acc = tl.where((v == V)[None, :], tl.sum(squares, 1)[:, None], acc)
     row = tl.program_id(1).to(tl.int64) * tokens + token
-    tl.store(parts + row[:, None] * PADDED + v[None, :], sums, mask=here[:, None])
+    tl.store(parts + row[:, None] * PADDED + v[None, :], acc, mask=mask_t[:, None])
 
 
 def split(tokens: int, n: int, c: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -84,7 +88,7 @@ def projection(streams: Tensor, phi: Tensor, parts: Tensor) -> None:
 
     Args:
         streams: `[T, n, C]`, contiguous.
-        phi: fp32, or its parts; see `mhc_parts_triton.factor`.
+        phi: fp32, or its parts; see `parts_triton.factor`.
         parts: `[parts, T, padded(n)]` in fp32, with the number of parts of `split`: the products of
             a part's columns, then the sum of squares.
     """

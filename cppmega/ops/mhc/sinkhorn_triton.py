@@ -1,17 +1,20 @@
 """Sinkhorn of small matrices in registers, forward and backward: one token per lane, or per few.
 
-The tiles are `[n, n, tokens]`: Triton gives the last axis to the lanes first. With as many tokens
-as lanes, a lane has a whole matrix and neither sum needs another lane; the larger matrices are
-shared by lanes, which leaves registers for the scales that the backward keeps.
+Grid: blocks of tokens. A program holds tiles `[n, n, tokens]`; each matrix is read once and written
+once, whatever the number of iterations. Triton assigns the last axis to the lanes first: with as
+many tokens as lanes, a lane holds a complete matrix and neither sum needs another lane. Lanes share
+larger matrices, which leaves registers for the scales that the backward keeps. The chain of
+divisions limits both kernels: instructions and registers, not memory
+(`benchmarks/results/mhc_designs.md`).
 
 Every step divides rows or columns, so the matrix after any number of steps is the first one between
-two diagonal scales: `M[i, j] = u[i] * a[i, j] * v[j]`. Only the scales change from step to step. So
-it is in the backward: of the gradient times `u[i] * v[j]`, called e, a step subtracts a product of
-two vectors, and neither a division nor the epsilon occurs in it. The backward needs the scales of
-all steps in reverse. It computes some steps anew from the beginning, goes back through them, and
-takes those before; nothing goes through memory, whatever the number of iterations.
+two diagonal scales: `M[i, j] = u[i] * a[i, j] * v[j]`. Only the scales change from step to step.
+The backward works the same way: with e the gradient times `u[i] * v[j]`, a step subtracts an outer
+product from e, and neither a division nor the epsilon occurs in it. It needs the scales of all
+steps in reverse, so it recomputes a block of steps from the beginning, walks back through them, and
+continues with the block before.
 
-`cppmega.ops.mhc.naive.sinkhorn` is the plain form.
+`cppmega.ops.mhc.naive.sinkhorn` is the reference implementation.
 """
 
 from __future__ import annotations
@@ -30,12 +33,12 @@ SINKHORN_EPS = tl.constexpr(EPS)
 
 
 class Tile(NamedTuple):
-    """How the tokens are dealt to programs.
+    """How tokens are assigned to programs.
 
     Attributes:
-        tokens: of one program; where they are fewer than its lanes, some lanes share a token.
-        warps: of one program.
-        steps: iterations whose scales the backward keeps in registers at a time, at most.
+        tokens: tokens of one program; with fewer tokens than lanes, some lanes share a token.
+        warps: warps of one program.
+        steps: the most iterations whose scales the backward keeps in registers at a time.
     """
 
     tokens: int
@@ -44,17 +47,17 @@ class Tile(NamedTuple):
 
 
 def tile(n: int) -> Tile:
-    """The fastest for Sinkhorn's backward on an H200, at 20 iterations."""
+    """The fastest tile for Sinkhorn's backward on an H200, at 20 iterations."""
     if n == 4:
         return Tile(16, 2, 20)
     return Tile(8, 2, 10) if n == 8 else Tile(64, 2, 20)
 
 
 def kept(n: int, iterations: int) -> dict[str, int]:
-    """How the backward splits the iterations after the first division of columns into parts.
+    """Split the iterations after the first division of columns into blocks for the backward.
 
-    A part has STEPS iterations, each a division of rows and one of columns. If the parts are WHOLE,
-    none of them is shorter, and the kernel needs no comparisons.
+    A block has STEPS iterations, each a division of rows and one of columns. With WHOLE, no block
+    is shorter, and the kernel needs no comparisons.
     """
     pairs = iterations - 1
     count = triton.cdiv(pairs, tile(n).steps)
@@ -64,13 +67,13 @@ def kept(n: int, iterations: int) -> dict[str, int]:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def empty():  # type: ignore[no-untyped-def]
-    """A tuple to add to; written out, its type would be that of the empty tuple."""
+    """An empty tuple to extend; a literal would keep the type of the empty tuple."""
     return ()
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def places(N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the entries of a matrix are, `[N, N, 1]`."""
+    """Offsets of the entries of a matrix, `[N, N, 1]`."""
     i = tl.arange(0, N)
     return i[:, None, None] * N + i[None, :, None]
 
@@ -125,40 +128,40 @@ def doubly_stochastic(logits, iterations):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _if(live, here, otherwise, ALWAYS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _if(live, value, otherwise, ALWAYS: tl.constexpr):  # type: ignore[no-untyped-def]
     if ALWAYS:
-        return here
-    return tl.where(live, here, otherwise)
+        return value
+    return tl.where(live, value, otherwise)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def gradient_of_logits(  # type: ignore[no-untyped-def]
-    logits, gradient, iterations, STEPS: tl.constexpr, WHOLE: tl.constexpr
+    logits, do, iterations, STEPS: tl.constexpr, WHOLE: tl.constexpr
 ):
     """The gradient of the logits from that of the result; `kept` chooses STEPS and WHOLE."""
     smooth = softmax(logits)
     start = smooth + SINKHORN_EPS
     pairs = iterations - 1
-    e = gradient
+    e = do
     parts = tl.maximum(tl.cdiv(pairs, STEPS), 1)
     for part in range(parts):
         first = (parts - 1 - part) * STEPS
         u, v = _scales(start, first)
         rows, columns = empty() + (u,), empty() + (v,)
         for step in tl.static_range(STEPS):
-            live = first + step < pairs  # the first part to be done may be shorter
+            live = first + step < pairs  # the last block may be shorter
             u = _if(live, _of_rows(u, start, v), u, WHOLE)
             v = _if(live, _of_columns(u, start, v), v, WHOLE)
             rows = rows + (u,)
             columns = columns + (v,)
         e = tl.where(part == 0, e * u[:, None, :] * v[None, :, :], e)
-        for back in tl.static_range(STEPS):
-            live = first + STEPS - back <= pairs
-            u, v = rows[STEPS - back], columns[STEPS - back]
-            of_columns = _if(live, tl.sum(e * start, 0) * v, 0.0, WHOLE)
-            e -= of_columns[None, :, :] * u[:, None, :]
-            of_rows = _if(live, tl.sum(e * start, 1) * u, 0.0, WHOLE)
-            e -= of_rows[:, None, :] * columns[STEPS - 1 - back][None, :, :]
+        for i in tl.static_range(STEPS):
+            live = first + STEPS - i <= pairs
+            u, v = rows[STEPS - i], columns[STEPS - i]
+            dv = _if(live, tl.sum(e * start, 0) * v, 0.0, WHOLE)
+            e -= dv[None, :, :] * u[:, None, :]
+            du = _if(live, tl.sum(e * start, 1) * u, 0.0, WHOLE)
+            e -= du[:, None, :] * columns[STEPS - 1 - i][None, :, :]
     u, v = _scales(start, 0)
     e -= (tl.sum(e * start, 0) * v)[None, :, :]
     return smooth * (e - tl.sum(e * smooth, 1)[:, None, :])
@@ -168,23 +171,23 @@ def gradient_of_logits(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _sinkhorn_kernel(logits, out, tokens, iterations, N: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)[None, None, :]
-    at = token * (N * N) + places(N)
-    a = tl.load(logits + at, mask=token < tokens, other=0.0)
-    tl.store(out + at, doubly_stochastic(a, iterations), mask=token < tokens)
+    offs = token * (N * N) + places(N)
+    a = tl.load(logits + offs, mask=token < tokens, other=0.0)
+    tl.store(out + offs, doubly_stochastic(a, iterations), mask=token < tokens)
 
 
 @on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _sinkhorn_backward_kernel(  # type: ignore[no-untyped-def]
-    logits, gradient, out, tokens, iterations,
+    logits, do, out, tokens, iterations,
     N: tl.constexpr, STEPS: tl.constexpr, WHOLE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)[None, None, :]
-    at = token * (N * N) + places(N)
-    a = tl.load(logits + at, mask=token < tokens, other=0.0)
-    given = tl.load(gradient + at, mask=token < tokens, other=0.0)
-    found = gradient_of_logits(a, given, iterations, STEPS, WHOLE)
-    tl.store(out + at, found, mask=token < tokens)
+    offs = token * (N * N) + places(N)
+    a = tl.load(logits + offs, mask=token < tokens, other=0.0)
+    b_do = tl.load(do + offs, mask=token < tokens, other=0.0)
+    d_logits = gradient_of_logits(a, b_do, iterations, STEPS, WHOLE)
+    tl.store(out + offs, d_logits, mask=token < tokens)
 
 
 @torch.library.custom_op("cppmega::mhc_sinkhorn", mutates_args=("out",))

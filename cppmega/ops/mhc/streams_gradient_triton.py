@@ -1,16 +1,19 @@
 """One pass over the streams for the gradients of projection and aggregation, and that of phi.
 
-The gradient of the streams has four parts: the one begun by the site's update, and those of the
-aggregation, the projection and the norm. They are added in fp32 and rounded once, in the storage of
-the first. The same programs sum the gradient of phi: each processes some columns of one stream and
-a range of tokens, and keeps its columns of phi. Their results are summed in a fixed order, directly
-into Megatron's fp32 buffer if there is one. The workspace is at most `RANGES` times the size of
-phi.
+Grid: n streams x blocks of columns, x ranges of tokens (at most `RANGES`). A program holds its
+columns of phi and of phi's gradient, `[PADDED, COLUMNS]` each, and walks along its tokens. The
+gradient of the streams is the sum of four terms: the one begun by the site's update, and those of
+aggregation, projection and norm. They are added in fp32 and rounded once, in the storage of the
+first. Streams, the begun gradient and dO are read once (dO once per stream, from L2), the result is
+written once. The partial gradients of phi are summed in a fixed order by `_phi_gradient_kernel`,
+which reads them once, directly into Megatron's fp32 buffer if there is one; its grid is blocks of
+phi's elements. The workspace is at most `RANGES` times the size of phi.
 
-The values added to the product with phi are read in the layout of its accumulator, two columns per
-thread. The copy engine (TMA; before Hopper, Triton replaces it with plain copies) swizzles tiles in
-shared memory so that these reads have no bank conflicts, which would make the entire pass 1.4 times
-as long (`benchmarks/results/mhc_designs.md`).
+Memory bandwidth is the bound: with n = 4 the pass takes 1.2 times as long on an H200 as a copy of
+what it moves. The values added to the product with phi are read in the layout of its accumulator,
+two columns per thread. The copy engine (TMA; before Hopper, Triton replaces it with plain copies)
+swizzles tiles in shared memory so that these reads have no bank conflicts, which would make the
+entire pass 1.4 times as long (`benchmarks/results/mhc_designs.md`).
 
 `cppmega.ops.mhc.naive` has the functions of which this is the gradient.
 """
@@ -50,7 +53,7 @@ def tile(n: int, dtype: torch.dtype) -> tuple[int, int, int]:
 @on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _streams_gradient_kernel(  # type: ignore[no-untyped-def]
-    streams, phi, d_values, d_parts, h_pre, gradient, begun, d_streams, parts, tokens, each,
+    streams, phi, d_values, d_parts, h_pre, do, begun, d_streams, parts, tokens, each,
     C: tl.constexpr, N: tl.constexpr, V: tl.constexpr, PADDED: tl.constexpr, BEGUN: tl.constexpr,
     AGGREGATED: tl.constexpr, PHI: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
     IN_PARTS: tl.constexpr, STAGES: tl.constexpr,
@@ -60,55 +63,55 @@ def _streams_gradient_kernel(  # type: ignore[no-untyped-def]
     i = tl.program_id(0) % N
     near = (tl.program_id(0) // N) * COLUMNS
     c = near + tl.arange(0, COLUMNS)
-    inside = c < C
+    mask_c = c < C
     v = tl.arange(0, PADDED)
-    known, row = v < V, v * (N * C)
-    of_phi = phi + row[:, None] + (i * C + c)[None, :]
-    w = tl.load(of_phi, mask=known[:, None] & inside[None, :], other=0.0)
+    mask_v, row = v < V, v * (N * C)
+    phi_ptrs = phi + row[:, None] + (i * C + c)[None, :]
+    w = tl.load(phi_ptrs, mask=mask_v[:, None] & mask_c[None, :], other=0.0)
     w_middle = w
     if IN_PARTS:
-        w_middle = tl.load(of_phi + V * N * C, mask=known[:, None] & inside[None, :], other=0.0)
+        w_middle = tl.load(phi_ptrs + V * N * C, mask=mask_v[:, None] & mask_c[None, :], other=0.0)
     d_phi = tl.zeros((COLUMNS, PADDED), tl.float32)
     size = tl.cast(tokens, tl.int64) * PADDED
     first = tl.program_id(1) * each
     for begin in tl.range(first, tl.minimum(first + each, tokens), TOKENS, num_stages=STAGES):
         token = tl.cast(begin, tl.int64) + tl.arange(0, TOKENS)
-        here = token < tokens
+        mask_t = token < tokens
         # Columns beyond C belong to the next stream, and are not stored.
         x = streams.load([begin, i * C + near])
-        of_norm = tl.load(d_values + token * PADDED + V, mask=here, other=0.0)
-        total = of_norm[:, None] * x.to(tl.float32)
+        d_norm = tl.load(d_values + token * PADDED + V, mask=mask_t, other=0.0)
+        dx = d_norm[:, None] * x.to(tl.float32)
         if BEGUN:
-            total += begun.load([begin, i * C + near]).to(tl.float32)
+            dx += begun.load([begin, i * C + near]).to(tl.float32)
         if AGGREGATED:
-            g = gradient.load([begin, near]).to(tl.float32)
-            total += tl.load(h_pre + token * N + i, mask=here, other=0.0)[:, None] * g
-        each_d = token[:, None] * PADDED + v[None, :]
-        of_d = here[:, None] & known[None, :]
+            g = do.load([begin, near]).to(tl.float32)
+            dx += tl.load(h_pre + token * N + i, mask=mask_t, other=0.0)[:, None] * g
+        offs_d = token[:, None] * PADDED + v[None, :]
+        mask_d = mask_t[:, None] & mask_v[None, :]
         if IN_PARTS:
-            high = tl.load(d_parts + each_d, mask=of_d, other=0.0)
-            middle = tl.load(d_parts + size + each_d, mask=of_d, other=0.0)
-            low = tl.load(d_parts + 2 * size + each_d, mask=of_d, other=0.0)
+            high = tl.load(d_parts + offs_d, mask=mask_d, other=0.0)
+            middle = tl.load(d_parts + size + offs_d, mask=mask_d, other=0.0)
+            low = tl.load(d_parts + 2 * size + offs_d, mask=mask_d, other=0.0)
             # Two parts of each, without the product of the second: the result is rounded to bf16.
-            total = tl.dot(high.to(PART), w.to(PART), total)
-            total = tl.dot(middle.to(PART), w.to(PART), total)
-            total = tl.dot(high.to(PART), w_middle.to(PART), total)
+            dx = tl.dot(high.to(PART), w.to(PART), dx)
+            dx = tl.dot(middle.to(PART), w.to(PART), dx)
+            dx = tl.dot(high.to(PART), w_middle.to(PART), dx)
             if PHI:
                 d_phi += product(tl.trans(x), high, middle, low)
         else:
-            d = tl.load(d_values + each_d, mask=of_d, other=0.0)
+            d = tl.load(d_values + offs_d, mask=mask_d, other=0.0)
             # TF32 alone would bias the rounding.
-            total = tl.dot(d, w, total, input_precision="tf32x3")
+            dx = tl.dot(d, w, dx, input_precision="tf32x3")
             if PHI:
-                turned = tl.trans(x.to(tl.float32))
-                d_phi = tl.dot(turned, d, d_phi, input_precision="tf32x3")
-        at = (token[:, None] * N + i) * C + c[None, :]
-        mask = here[:, None] & inside[None, :]
-        tl.store(d_streams + at, total.to(d_streams.dtype.element_ty), mask=mask)
+                x_t = tl.trans(x.to(tl.float32))
+                d_phi = tl.dot(x_t, d, d_phi, input_precision="tf32x3")
+        offs = (token[:, None] * N + i) * C + c[None, :]
+        mask = mask_t[:, None] & mask_c[None, :]
+        tl.store(d_streams + offs, dx.to(d_streams.dtype.element_ty), mask=mask)
     if PHI:
-        of_range = parts + tl.program_id(1).to(tl.int64) * (V * N * C)
-        at = of_range + row[None, :] + (i * C + c)[:, None]
-        tl.store(at, d_phi, mask=inside[:, None] & known[None, :])
+        p_range = parts + tl.program_id(1).to(tl.int64) * (V * N * C)
+        offs = p_range + row[None, :] + (i * C + c)[:, None]
+        tl.store(offs, d_phi, mask=mask_c[:, None] & mask_v[None, :])
 
 
 @on_its_device
@@ -116,14 +119,14 @@ def _streams_gradient_kernel(  # type: ignore[no-untyped-def]
 def _phi_gradient_kernel(  # type: ignore[no-untyped-def]
     parts, out, size, count, ADD: tl.constexpr, ELEMENTS: tl.constexpr
 ):
-    at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
-    here = at < size
-    total = tl.zeros((ELEMENTS,), tl.float32)
+    offs = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+    mask = offs < size
+    acc = tl.zeros((ELEMENTS,), tl.float32)
     for part in range(count):
-        total += tl.load(parts + tl.cast(part, tl.int64) * size + at, mask=here, other=0.0)
+        acc += tl.load(parts + tl.cast(part, tl.int64) * size + offs, mask=mask, other=0.0)
     if ADD:
-        total += tl.load(out + at, mask=here, other=0.0)
-    tl.store(out + at, total, mask=here)
+        acc += tl.load(out + offs, mask=mask, other=0.0)
+    tl.store(out + offs, acc, mask=mask)
 
 
 def ranges(tokens: int, n: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -149,8 +152,8 @@ def streams_gradient(
 
     Args:
         streams: `[T, n, C]`.
-        phi: `[n * n + 2 * n, n * C]`, fp32, or its parts; see `mhc_parts_triton.factor`.
-        d_values: `[T, padded(n)]`, of `mhc_weights_triton.weights_backward`.
+        phi: `[n * n + 2 * n, n * C]`, fp32, or its parts; see `parts_triton.factor`.
+        d_values: `[T, padded(n)]`, of `weights_triton.weights_backward`.
         d_parts: `[3, T, padded(n)]`, of the same, if phi is in parts.
         h_pre: `[T, n]`, fp32; None if nothing was aggregated.
         gradient: `[T, C]`, of the aggregate; None if nothing was aggregated.

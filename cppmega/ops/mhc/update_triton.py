@@ -1,10 +1,16 @@
 """The streams after a sub-layer, mixed and with its output added, and all gradients of this.
 
-The forward reads and writes each element once. The backward reads the streams, their gradient and
-the output once, and writes the gradients of streams and output; a program processes an entire token
-and keeps the n * n + n sums over its columns in registers, so that they are summed in a fixed
-order. The gradient of a bias needs another pass over the streams' gradient, because its sum is over
-tokens.
+- `_update_kernel`: grid tokens x blocks of COLUMNS. A program holds the same columns of all n
+  streams of a token; streams and output are read once, the new streams are written once.
+- `_update_backward_kernel`: grid tokens. A program walks along the columns and keeps the n * n + n
+  gradients of `h_res` and `h_post` in registers, so that they are summed in a fixed order. It reads
+  streams, dO and output once, and writes the gradients of streams and output once.
+- `_bias_gradient_kernel`: grid blocks of columns x parts of the tokens. It reads dO once more,
+  because a bias's gradient is a sum over tokens.
+
+Memory bandwidth limits all three: with n = 4 on an H200 they run at the rate of a copy
+(`benchmarks/results/mhc_designs.md`). With n = 8 registers limit the backward, too: its 72 sums
+leave room for 64 columns per step and one warp.
 
 `cppmega.ops.mhc.naive.update` is the reference implementation.
 """
@@ -45,87 +51,87 @@ def _update_kernel(  # type: ignore[no-untyped-def]
     PIECES: tl.constexpr = (C + COLUMNS - 1) // COLUMNS
     token = (tl.program_id(0) // PIECES).to(tl.int64)
     c = (tl.program_id(0) % PIECES) * COLUMNS + tl.arange(0, COLUMNS)
-    here = c < C
-    added = tl.load(output + token * C + c, mask=here, other=0.0).to(tl.float32)
+    mask = c < C
+    y = tl.load(output + token * C + c, mask=mask, other=0.0).to(tl.float32)
     if BIAS:
-        added += tl.load(bias + c, mask=here, other=0.0).to(tl.float32)
+        y += tl.load(bias + c, mask=mask, other=0.0).to(tl.float32)
     x = empty()
     for i in tl.static_range(N):
-        at = streams + (token * N + i) * C + c
-        x = x + (tl.load(at, mask=here, other=0.0).to(tl.float32),)
+        ptrs = streams + (token * N + i) * C + c
+        x = x + (tl.load(ptrs, mask=mask, other=0.0).to(tl.float32),)
     for j in tl.static_range(N):
-        total = tl.load(h_post + token * N + j) * added
+        acc = tl.load(h_post + token * N + j) * y
         for i in tl.static_range(N):
-            total += tl.load(h_res + (token * N + i) * N + j) * x[i]
-        tl.store(out + (token * N + j) * C + c, total.to(out.dtype.element_ty), mask=here)
+            acc += tl.load(h_res + (token * N + i) * N + j) * x[i]
+        tl.store(out + (token * N + j) * C + c, acc.to(out.dtype.element_ty), mask=mask)
 
 
 @on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _update_backward_kernel(  # type: ignore[no-untyped-def]
-    streams, h_res, h_post, output, bias, gradient, d_streams, d_res, d_post, d_output,
+    streams, h_res, h_post, output, bias, do, d_streams, d_res, d_post, d_output,
     C: tl.constexpr, N: tl.constexpr, BIAS: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     # Loaded before the loop: the compiler cannot exclude that its stores change them.
-    mix, post, sums = empty(), empty(), empty()
+    mix, post, acc = empty(), empty(), empty()
     for e in tl.static_range(N * N):
         mix = mix + (tl.load(h_res + token * (N * N) + e),)
     for j in tl.static_range(N):
         post = post + (tl.load(h_post + token * N + j),)
     for _ in tl.static_range(N * N + N):
-        sums = sums + (tl.zeros((COLUMNS,), tl.float32),)
+        acc = acc + (tl.zeros((COLUMNS,), tl.float32),)
     for first in tl.range(0, C, COLUMNS, num_stages=STAGES):
         c = first + tl.arange(0, COLUMNS)
-        here = c < C
-        added = tl.load(output + token * C + c, mask=here, other=0.0).to(tl.float32)
+        mask = c < C
+        y = tl.load(output + token * C + c, mask=mask, other=0.0).to(tl.float32)
         if BIAS:
-            added += tl.load(bias + c, mask=here, other=0.0).to(tl.float32)
+            y += tl.load(bias + c, mask=mask, other=0.0).to(tl.float32)
         g = empty()
-        total = tl.zeros((COLUMNS,), tl.float32)
+        dy = tl.zeros((COLUMNS,), tl.float32)
         for j in tl.static_range(N):
-            at = gradient + (token * N + j) * C + c
-            g = g + (tl.load(at, mask=here, other=0.0).to(tl.float32),)
-            total += post[j] * g[j]
-        tl.store(d_output + token * C + c, total.to(d_output.dtype.element_ty), mask=here)
-        more = empty()
+            ptrs = do + (token * N + j) * C + c
+            g = g + (tl.load(ptrs, mask=mask, other=0.0).to(tl.float32),)
+            dy += post[j] * g[j]
+        tl.store(d_output + token * C + c, dy.to(d_output.dtype.element_ty), mask=mask)
+        next_acc = empty()
         for i in tl.static_range(N):
-            at = (token * N + i) * C + c
-            x = tl.load(streams + at, mask=here, other=0.0).to(tl.float32)
-            total = tl.zeros((COLUMNS,), tl.float32)
+            ptrs = (token * N + i) * C + c
+            x = tl.load(streams + ptrs, mask=mask, other=0.0).to(tl.float32)
+            dx = tl.zeros((COLUMNS,), tl.float32)
             for j in tl.static_range(N):
-                total += mix[i * N + j] * g[j]
-                more = more + (sums[i * N + j] + x * g[j],)
-            tl.store(d_streams + at, total.to(d_streams.dtype.element_ty), mask=here)
+                dx += mix[i * N + j] * g[j]
+                next_acc = next_acc + (acc[i * N + j] + x * g[j],)
+            tl.store(d_streams + ptrs, dx.to(d_streams.dtype.element_ty), mask=mask)
         for j in tl.static_range(N):
-            more = more + (sums[N * N + j] + added * g[j],)
-        sums = more
+            next_acc = next_acc + (acc[N * N + j] + y * g[j],)
+        acc = next_acc
     for e in tl.static_range(N * N):
-        tl.store(d_res + token * (N * N) + e, tl.sum(sums[e], 0))
+        tl.store(d_res + token * (N * N) + e, tl.sum(acc[e], 0))
     for j in tl.static_range(N):
-        tl.store(d_post + token * N + j, tl.sum(sums[N * N + j], 0))
+        tl.store(d_post + token * N + j, tl.sum(acc[N * N + j], 0))
 
 
 @on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _bias_gradient_kernel(  # type: ignore[no-untyped-def]
-    h_post, gradient, out, tokens, most, C: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr,
+    h_post, do, out, tokens, most, C: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The sum over `most` tokens of the output's gradient, before it is rounded."""
+    """Sum the gradient of the output over `most` tokens, before it is rounded."""
     c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    here = c < C
+    mask = c < C
     first = tl.program_id(1) * most
-    total = tl.zeros((COLUMNS,), tl.float32)
-    for near in tl.range(first, tl.minimum(first + most, tokens), num_stages=STAGES):
-        token = tl.cast(near, tl.int64)
-        each = tl.zeros((COLUMNS,), tl.float32)
+    acc = tl.zeros((COLUMNS,), tl.float32)
+    for row in tl.range(first, tl.minimum(first + most, tokens), num_stages=STAGES):
+        token = tl.cast(row, tl.int64)
+        dy = tl.zeros((COLUMNS,), tl.float32)
         for j in tl.static_range(N):
-            g = tl.load(gradient + (token * N + j) * C + c, mask=here, other=0.0).to(tl.float32)
-            each += tl.load(h_post + token * N + j) * g
-        total += each
-    tl.store(out + tl.program_id(1).to(tl.int64) * C + c, total, mask=here)
+            g = tl.load(do + (token * N + j) * C + c, mask=mask, other=0.0).to(tl.float32)
+            dy += tl.load(h_post + token * N + j) * g
+        acc += dy
+    tl.store(out + tl.program_id(1).to(tl.int64) * C + c, acc, mask=mask)
 
 
 @torch.library.custom_op("cppmega::mhc_update", mutates_args=("out",))

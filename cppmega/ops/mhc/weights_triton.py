@@ -1,8 +1,14 @@
 """Norm, sigmoids and Sinkhorn after the projection, in one launch per direction.
 
-The forward sums the parts of the projection and keeps the result, `[T, padded(n)]`, from which the
-backward recomputes everything else. The gradients of the scales and of the bias are sums over
-tokens, first within each program, then over all programs in a fixed order.
+Grid: blocks of tokens (`sinkhorn_triton.tile`); a program holds the n * n + 2 * n logits of its
+tokens in registers, one token per lane or per few lanes. The forward reads the partial products of
+the projection once and writes their sum, `[T, padded(n)]`, from which the backward recomputes
+everything else, and the weights. The backward reads the sum and the gradients of the weights once
+and writes the gradient of the products. The gradients of scales and bias are summed within each
+program; then the single program of `_parameters_kernel` adds these sums in a fixed order.
+
+Sinkhorn's chain of divisions, not memory, takes most of the backward's time
+(`benchmarks/results/mhc_designs.md`).
 
 `cppmega.ops.mhc.naive.weights` is the reference implementation.
 """
@@ -61,32 +67,32 @@ def _weights_kernel(  # type: ignore[no-untyped-def]
     iterations, ROOT: tl.constexpr, N: tl.constexpr, PADDED: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
-    here = token < tokens
-    vector, matrix = here[None, :], here[None, None, :]
+    mask = token < tokens
+    vector, matrix = mask[None, :], mask[None, None, :]
     V: tl.constexpr = N * N + 2 * N
     pre = tl.zeros((N, LANES), tl.float32)
     post = tl.zeros((N, LANES), tl.float32)
     res = tl.zeros((N, N, LANES), tl.float32)
     squares = tl.zeros((LANES,), tl.float32)
     for part in range(count):
-        at = (tl.cast(part, tl.int64) * tokens + token) * PADDED
-        of_pre, of_res = _row_of(at, N)
-        pre += tl.load(parts + of_pre, mask=vector, other=0.0)
-        post += tl.load(parts + of_pre + N, mask=vector, other=0.0)
-        res += tl.load(parts + of_res, mask=matrix, other=0.0)
-        squares += tl.load(parts + at + V, mask=here, other=0.0)
-    of_pre, of_res = _row_of(token * PADDED, N)
-    tl.store(values + of_pre, pre, mask=vector)
-    tl.store(values + of_pre + N, post, mask=vector)
-    tl.store(values + of_res, res, mask=matrix)
-    tl.store(values + token * PADDED + V, squares, mask=here)
+        offs = (tl.cast(part, tl.int64) * tokens + token) * PADDED
+        offs_pre, offs_res = _row_of(offs, N)
+        pre += tl.load(parts + offs_pre, mask=vector, other=0.0)
+        post += tl.load(parts + offs_pre + N, mask=vector, other=0.0)
+        res += tl.load(parts + offs_res, mask=matrix, other=0.0)
+        squares += tl.load(parts + offs + V, mask=mask, other=0.0)
+    offs_pre, offs_res = _row_of(token * PADDED, N)
+    tl.store(values + offs_pre, pre, mask=vector)
+    tl.store(values + offs_pre + N, post, mask=vector)
+    tl.store(values + offs_res, res, mask=matrix)
+    tl.store(values + token * PADDED + V, squares, mask=mask)
     r = 1.0 / _length(squares, ROOT)
     pre, post, res = _logits(pre, post, res, r, alpha_pre, alpha_post, alpha_res, bias, N)
-    at = token[None, :] * N + tl.arange(0, N)[:, None]
-    tl.store(h_pre + at, tl.sigmoid(pre) + EPS, mask=vector)
-    tl.store(h_post + at, tl.sigmoid(post) * 2, mask=vector)
-    at = token[None, None, :] * (N * N) + places(N)
-    tl.store(h_res + at, doubly_stochastic(res, iterations), mask=matrix)
+    offs = token[None, :] * N + tl.arange(0, N)[:, None]
+    tl.store(h_pre + offs, tl.sigmoid(pre) + EPS, mask=vector)
+    tl.store(h_post + offs, tl.sigmoid(post) * 2, mask=vector)
+    offs = token[None, None, :] * (N * N) + places(N)
+    tl.store(h_res + offs, doubly_stochastic(res, iterations), mask=matrix)
 
 
 @on_its_device
@@ -97,56 +103,56 @@ def _weights_backward_kernel(  # type: ignore[no-untyped-def]
     IN_PARTS: tl.constexpr, STEPS: tl.constexpr, WHOLE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
-    here = token < tokens
-    vector, matrix = here[None, :], here[None, None, :]
+    mask = token < tokens
+    vector, matrix = mask[None, :], mask[None, None, :]
     V: tl.constexpr = N * N + 2 * N
-    of_pre, of_res = _row_of(token * PADDED, N)
-    p_pre = tl.load(values + of_pre, mask=vector, other=0.0)
-    p_post = tl.load(values + of_pre + N, mask=vector, other=0.0)
-    p_res = tl.load(values + of_res, mask=matrix, other=0.0)
-    squares = tl.load(values + token * PADDED + V, mask=here, other=0.0)
+    offs_pre, offs_res = _row_of(token * PADDED, N)
+    p_pre = tl.load(values + offs_pre, mask=vector, other=0.0)
+    p_post = tl.load(values + offs_pre + N, mask=vector, other=0.0)
+    p_res = tl.load(values + offs_res, mask=matrix, other=0.0)
+    squares = tl.load(values + token * PADDED + V, mask=mask, other=0.0)
     r = 1.0 / _length(squares, ROOT)
     pre, post, res = _logits(p_pre, p_post, p_res, r, alpha_pre, alpha_post, alpha_res, bias, N)
-    at = token[None, :] * N + tl.arange(0, N)[:, None]
+    offs = token[None, :] * N + tl.arange(0, N)[:, None]
     h = tl.sigmoid(pre)
-    pre = tl.load(d_pre + at, mask=vector, other=0.0) * h * (1 - h)
+    pre = tl.load(d_pre + offs, mask=vector, other=0.0) * h * (1 - h)
     h = tl.sigmoid(post)
-    post = tl.load(d_post + at, mask=vector, other=0.0) * 2 * h * (1 - h)
-    at = token[None, None, :] * (N * N) + places(N)
-    given = tl.load(d_res + at, mask=matrix, other=0.0)
-    res = gradient_of_logits(res, given, iterations, STEPS, WHOLE)
+    post = tl.load(d_post + offs, mask=vector, other=0.0) * 2 * h * (1 - h)
+    offs = token[None, None, :] * (N * N) + places(N)
+    b_do = tl.load(d_res + offs, mask=matrix, other=0.0)
+    res = gradient_of_logits(res, b_do, iterations, STEPS, WHOLE)
     # Sums over the tokens: those of the bias, then those of the scales by column.
-    own = sums + tl.program_id(0).to(tl.int64) * (2 * V)
+    p_sums = sums + tl.program_id(0).to(tl.int64) * (2 * V)
     column, square = tl.arange(0, N), tl.reshape(places(N), (N, N))
-    tl.store(own + column, tl.sum(pre, 1))
-    tl.store(own + N + column, tl.sum(post, 1))
-    tl.store(own + 2 * N + square, tl.sum(res, 2))
+    tl.store(p_sums + column, tl.sum(pre, 1))
+    tl.store(p_sums + N + column, tl.sum(post, 1))
+    tl.store(p_sums + 2 * N + square, tl.sum(res, 2))
     p_pre *= pre
     p_post *= post
     p_res *= res
-    tl.store(own + V + column, tl.sum(p_pre * r[None, :], 1))
-    tl.store(own + V + N + column, tl.sum(p_post * r[None, :], 1))
-    tl.store(own + V + 2 * N + square, tl.sum(p_res * r[None, None, :], 2))
-    by_pre, by_post, by_res = tl.load(alpha_pre), tl.load(alpha_post), tl.load(alpha_res)
-    pre *= r[None, :] * by_pre
-    post *= r[None, :] * by_post
-    res *= r[None, None, :] * by_res
+    tl.store(p_sums + V + column, tl.sum(p_pre * r[None, :], 1))
+    tl.store(p_sums + V + N + column, tl.sum(p_post * r[None, :], 1))
+    tl.store(p_sums + V + 2 * N + square, tl.sum(p_res * r[None, None, :], 2))
+    a_pre, a_post, a_res = tl.load(alpha_pre), tl.load(alpha_post), tl.load(alpha_res)
+    pre *= r[None, :] * a_pre
+    post *= r[None, :] * a_post
+    res *= r[None, None, :] * a_res
     if IN_PARTS:
         size = tl.cast(tokens, tl.int64) * PADDED
-        store_parts(d_parts, of_pre, pre, vector, size)
-        store_parts(d_parts, of_pre + N, post, vector, size)
-        store_parts(d_parts, of_res, res, matrix, size)
+        store_parts(d_parts, offs_pre, pre, vector, size)
+        store_parts(d_parts, offs_pre + N, post, vector, size)
+        store_parts(d_parts, offs_res, res, matrix, size)
     else:
-        tl.store(d_values + of_pre, pre, mask=vector)
-        tl.store(d_values + of_pre + N, post, mask=vector)
-        tl.store(d_values + of_res, res, mask=matrix)
+        tl.store(d_values + offs_pre, pre, mask=vector)
+        tl.store(d_values + offs_pre + N, post, mask=vector)
+        tl.store(d_values + offs_res, res, mask=matrix)
     # The factor of x itself: the norm's gradient is x over the norm, and zero where the norm is 0.
-    dr = tl.sum(p_pre, 0) * by_pre + tl.sum(p_post, 0) * by_post
-    dr += tl.sum(tl.sum(p_res, 0), 0) * by_res
+    dr = tl.sum(p_pre, 0) * a_pre + tl.sum(p_post, 0) * a_post
+    dr += tl.sum(tl.sum(p_res, 0), 0) * a_res
     norm = tl.sqrt_rn(squares)
     scale = -r * r * (1.0 / ROOT) / tl.where(norm > 0, norm, 1.0)
-    of_streams = tl.where(norm > 0, dr * scale, 0.0)
-    tl.store(d_values + token * PADDED + V, of_streams, mask=here)
+    x_factor = tl.where(norm > 0, dr * scale, 0.0)
+    tl.store(d_values + token * PADDED + V, x_factor, mask=mask)
 
 
 @on_its_device
@@ -162,10 +168,10 @@ def _parameters_kernel(  # type: ignore[no-untyped-def]
     scale = tl.zeros((PADDED,), tl.float32)
     for first in range(0, programs, ROWS):
         program = tl.cast(first, tl.int64) + tl.arange(0, ROWS)
-        at = sums + program[:, None] * (2 * V) + v[None, :]
-        here = (program < programs)[:, None] & (v < V)[None, :]
-        bias += tl.sum(tl.load(at, mask=here, other=0.0), 0)
-        scale += tl.sum(tl.load(at + V, mask=here, other=0.0), 0)
+        ptrs = sums + program[:, None] * (2 * V) + v[None, :]
+        mask = (program < programs)[:, None] & (v < V)[None, :]
+        bias += tl.sum(tl.load(ptrs, mask=mask, other=0.0), 0)
+        scale += tl.sum(tl.load(ptrs + V, mask=mask, other=0.0), 0)
     tl.store(d_bias + v, bias, mask=v < V)
     tl.store(d_pre, tl.sum(tl.where(v < N, scale, 0.0), 0))
     tl.store(d_post, tl.sum(tl.where((v >= N) & (v < 2 * N), scale, 0.0), 0))
@@ -196,7 +202,7 @@ def weights(
     """Compute the weights of a site; all tensors are fp32 and contiguous.
 
     Args:
-        parts: `[parts, T, padded(n)]`, of `mhc_projection_triton.projection`.
+        parts: `[parts, T, padded(n)]`, of `projection_triton.projection`.
         alpha_pre, alpha_post, alpha_res, bias: as in `naive.Parameters`.
         values: `[T, padded(n)]`, receives the sum of the parts.
         h_pre, h_post, h_res: `[T, n]`, `[T, n]`, `[T, n, n]`, receive the weights.
