@@ -22,7 +22,7 @@ token. Neither can be added to `main_grad` in the forward, where the scalar is n
 
 Numerics. Logits are rounded to the type of the inputs before the softmax, as in the unfused path;
 the rest is fp32. A confident token keeps its precision: the sum without the target is kept
-separate from the maximum (see `linear_cross_entropy_chunks.Softmax`), so neither `1 - p` nor the
+separate from the maximum (see `chunks.Softmax`), so neither `1 - p` nor the
 loss is the difference of two large numbers. dlogits are rounded once for the tensor cores; dX, kept
 in the type of hidden, is rounded once more when multiplied by the scalar. Errors against fp64 are
 those of the unfused path or smaller (the benchmark prints both). fp16 gradients are computed with

@@ -1,4 +1,4 @@
-"""The two backward schemes of linear cross-entropy, over `linear_cross_entropy_chunks.walk`.
+"""The two backward schemes of linear cross-entropy, over `chunks.walk`.
 
 `DeferredScalar` computes the gradients in the forward and multiplies by one number in the
 backward; `Recompute` saves three numbers per token and recomputes the logits in the backward. Both
@@ -102,7 +102,7 @@ def _finish(
     reduce_hidden_grad: bool,
     main_grad: MainGrad | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Multiply by the last factor, sum dX over the ranks, and return or accumulate dW."""
+    """Multiply dX and dW by the last factor, sum dX over the ranks, and return or accumulate dW."""
     kernels = problem.kernels
     if hidden_grad is not None:
         hidden_grad = _times(kernels, hidden_grad, factor, dtypes[0])

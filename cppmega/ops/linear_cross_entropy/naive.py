@@ -2,7 +2,7 @@
 
 Everything is computed in fp32 (fp64 for fp64 inputs) from the unrounded inputs, so it is also the
 reference for the other backends, whose errors come from rounding the logits. See
-`linear_cross_entropy_chunks.ChunkKernels` for the contract of each function.
+`chunks.ChunkKernels` for the contract of each function.
 """
 
 from __future__ import annotations

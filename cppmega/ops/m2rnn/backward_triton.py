@@ -1,10 +1,15 @@
 """The backward of M2RNN's recurrence: the chunks of a document from the last to the first.
 
-As in the forward, a program of one warp processes some rows of a head's state. It recomputes the
-states of a chunk, from the state that the forward saved before it, into its own memory, and then
-iterates backwards through the chunk; what a step reads is loaded a step ahead. The programs of a
-head's rows divide the documents: program n of `programs` processes documents n, n + programs, and
-so on, so that this memory is bounded for any number of documents.
+Grid: programs (at most `PROGRAMS`) x heads x parts of the K rows. As in the forward, a program of
+one warp holds some rows of a head's state, and here of its gradient dh, and the transition's
+gradient dw `[V, V]`. It recomputes the states of a chunk, from the state that the forward saved
+before it, into its own memory, and then iterates
+backwards through the chunk, with loads one step ahead. Program n of `programs` processes documents
+n, n + programs, and so on, so that this memory is bounded for any number of documents. k, v and
+the decay are read twice, q and dO once, and gradients are written once.
+
+Latency limits it, as in the forward: each step is computed twice, one after the other
+(`benchmarks/results/m2rnn_designs.md`).
 
 There are no atomics. Each head writes its contribution to the gradients of q and k, which all heads
 share, each program its contribution to a transition's gradient, and the programs of some rows
@@ -51,24 +56,24 @@ def programs(documents: int) -> int:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def products(h, d_x, turned, d_w, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
+def products(h, dx, w_t, dw, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
     """A product's gradient with respect to the state, and `d_w` plus that for the transition."""
     if NARROW:
-        h_high, h_low = halves(tl.trans(h), turned)
-        high, low = halves(d_x, turned)
-        d_w = tl.dot(h_high, high, tl.dot(h_low, high, tl.dot(h_high, low, d_w)))
-        return tl.dot(high, turned, tl.dot(low, turned)), d_w
+        h_high, h_low = halves(tl.trans(h), w_t)
+        high, low = halves(dx, w_t)
+        dw = tl.dot(h_high, high, tl.dot(h_low, high, tl.dot(h_high, low, dw)))
+        return tl.dot(high, w_t, tl.dot(low, w_t)), dw
     else:
         # A sum of its own: to add each row to that of all steps would round as many times. Triton
         # turns a product that is added into one that starts from what it is added to.
-        d_w -= tl.dot(-tl.trans(h), d_x, input_precision="ieee")
-        return tl.dot(d_x, turned, input_precision="ieee"), d_w
+        dw -= tl.dot(-tl.trans(h), dx, input_precision="ieee")
+        return tl.dot(dx, w_t, input_precision="ieee"), dw
 
 
 @on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _backward_kernel(  # type: ignore[no-untyped-def]
-    q, k, v, weight, decay, fresh, bounds, states, gradient, within, d_q, d_k, d_v, d_weight,
+    q, k, v, weight, decay, fresh, bounds, states, do, within, dq, dk, dv, d_weight,
     d_log_decay, s, b, q_rows, k_rows, v_rows, heads, documents, programs, parts,
     K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, TILE_V: tl.constexpr,
     CHUNK: tl.constexpr, PACKED: tl.constexpr, NARROW: tl.constexpr, CLIP: tl.constexpr,
@@ -82,21 +87,21 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     at_w, has_w = (head * V + j[:, None]) * V + j[None, :], has_j[:, None] & has_j[None, :]
     w = weights(weight, at_w, has_w, NARROW)
     at_turned = (head * V + j[None, :]) * V + j[:, None]
-    turned = tl.load(weight + at_turned, mask=has_w, other=0.0)
+    w_t = tl.load(weight + at_turned, mask=has_w, other=0.0)
     if not NARROW:
-        turned = turned.to(tl.float32)
+        w_t = w_t.to(tl.float32)
     at_h, has_h = i[:, None] * V + j[None, :], has_i[:, None] & has_j[None, :]
     within += tl.cast(tl.program_id(0), tl.int64) * (CHUNK * ROWS * TILE_V)
     at_tile = r[:, None] * TILE_V + j[None, :]
-    d_v += tl.cast(part, tl.int64) * s * b * heads * V
+    dv += tl.cast(part, tl.int64) * s * b * heads * V
     d_log_decay += tl.cast(part, tl.int64) * s * b * heads
-    d_w = tl.zeros((TILE_V, TILE_V), tl.float32)
+    dw = tl.zeros((TILE_V, TILE_V), tl.float32)
     for document in range(place // heads, documents, programs):
         sequence, first, end = extent(bounds, document, s, PACKED)
-        d_h = tl.zeros((ROWS, TILE_V), tl.float32)
+        dh = tl.zeros((ROWS, TILE_V), tl.float32)
         chunks = (end - first + CHUNK - 1) // CHUNK
-        for back in range(0, chunks):
-            begin = first + (chunks - 1 - back) * CHUNK
+        for n in range(0, chunks):
+            begin = first + (chunks - 1 - n) * CHUNK
             stop = tl.minimum(begin + CHUNK, end)
             chunk = tl.cast(sequence, tl.int64) * ((s + CHUNK - 1) // CHUNK) + begin // CHUNK
             saved = states + (chunk * heads + head) * (K * V) + at_h
@@ -120,47 +125,47 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
                 k_t, v_t, f, u = next_k, next_v, next_f, next_u
             tl.debug_barrier()  # other threads may read what a thread has written
             row += tl.cast(stop - 1 - begin, tl.int64) * b
-            at_q, at_y = q + row * q_rows, gradient + (row * heads + head) * V
-            to_q, to_k = d_q + (row * heads + head) * K, d_k + (row * heads + head) * K
-            to_v, to_f = d_v + (row * heads + head) * V, d_log_decay + row * heads + head
-            q_t, d_y = load(at_q + i, has_i, WHOLE), load(at_y + j, has_j, WHOLE)
+            at_q, at_do = q + row * q_rows, do + (row * heads + head) * V
+            to_q, to_k = dq + (row * heads + head) * K, dk + (row * heads + head) * K
+            to_v, to_f = dv + (row * heads + head) * V, d_log_decay + row * heads + head
+            q_t, do_t = load(at_q + i, has_i, WHOLE), load(at_do + j, has_j, WHOLE)
             for left in range(begin, stop):
                 step = tl.where(left + 1 < stop, b, 0)  # the first one is loaded again
                 kept -= tl.where(left + 1 < stop, ROWS * TILE_V, 0)
                 at_q -= step * q_rows
                 at_k -= step * k_rows
                 at_v -= step * v_rows
-                at_y -= step * heads * V
+                at_do -= step * heads * V
                 at_f -= step * heads
                 at_u -= step * heads
-                before_h = tl.load(kept + at_tile)
+                h_prev = tl.load(kept + at_tile)
                 next_q, next_k = load(at_q + i, has_i, WHOLE), load(at_k + i, has_i, WHOLE)
-                next_v, next_y = load(at_v + j, has_j, WHOLE), load(at_y + j, has_j, WHOLE)
+                next_v, next_do = load(at_v + j, has_j, WHOLE), load(at_do + j, has_j, WHOLE)
                 next_f, next_u = tl.load(at_f), tl.load(at_u)
 
-                z = candidate(h, w, k_t, v_t, NARROW)
-                wide_y = d_y.to(tl.float32)[None, :]
-                tl.store(to_q + i, tl.sum((f * h + u * z) * wide_y, 1), mask=has_i)
-                d_h += q_t.to(tl.float32)[:, None] * wide_y
+                c = candidate(h, w, k_t, v_t, NARROW)
+                do_wide = do_t.to(tl.float32)[None, :]
+                tl.store(to_q + i, tl.sum((f * h + u * c) * do_wide, 1), mask=has_i)
+                dh += q_t.to(tl.float32)[:, None] * do_wide
                 if CLIP is not None:  # NaN remains NaN, as in torch
-                    d_h = tl.clamp(d_h, -CLIP, CLIP, propagate_nan=tl.PropagateNan.ALL)
-                tl.store(to_f, f * tl.sum(d_h * (h - z)))
-                d_x = u * d_h * (1.0 - z * z)
-                tl.store(to_k + i, tl.sum(d_x * v_t.to(tl.float32)[None, :], 1), mask=has_i)
-                of_v = tl.sum(d_x * k_t.to(tl.float32)[:, None], 0)
-                tl.store(to_v + j, of_v.to(d_v.dtype.element_ty), mask=has_j)
-                before, d_w = products(h, d_x, turned, d_w, NARROW)
-                d_h = f * d_h + before
+                    dh = tl.clamp(dh, -CLIP, CLIP, propagate_nan=tl.PropagateNan.ALL)
+                tl.store(to_f, f * tl.sum(dh * (h - c)))
+                dx = u * dh * (1.0 - c * c)
+                tl.store(to_k + i, tl.sum(dx * v_t.to(tl.float32)[None, :], 1), mask=has_i)
+                dv_t = tl.sum(dx * k_t.to(tl.float32)[:, None], 0)
+                tl.store(to_v + j, dv_t.to(dv.dtype.element_ty), mask=has_j)
+                dh_prev, dw = products(h, dx, w_t, dw, NARROW)
+                dh = f * dh + dh_prev
 
                 to_q -= b * heads * K
                 to_k -= b * heads * K
                 to_v -= b * heads * V
                 to_f -= b * heads
-                h, q_t, k_t, v_t, d_y = before_h, next_q, next_k, next_v, next_y
+                h, q_t, k_t, v_t, do_t = h_prev, next_q, next_k, next_v, next_do
                 f, u = next_f, next_u
             tl.debug_barrier()  # the next chunk overwrites this one
     d_weight += tl.cast(place // heads * parts + part, tl.int64) * (heads * V * V)
-    tl.store(d_weight + at_w, d_w, mask=has_w)
+    tl.store(d_weight + at_w, dw, mask=has_w)
 
 
 @torch.library.custom_op(

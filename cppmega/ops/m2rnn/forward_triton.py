@@ -1,8 +1,14 @@
-"""The forward of M2RNN's recurrence: states in registers, a few of their rows to a program.
+"""The forward of M2RNN's recurrence: the state stays in registers, some of its rows per program.
 
-A row of a state depends on the same row of the state before it and on no other, so that programs of
-one warp keep `ROWS` rows of a head's state each and never wait for one another; only the output
-sums over rows, of which each program writes its part. What a step reads is loaded a step ahead.
+Grid: documents x heads x parts of the K rows. A program of one warp holds `ROWS` rows of a head's
+state, `[ROWS, V]` in fp32, and the transition `[V, V]`. A row of a state depends only on the same
+row of the state before, so that programs never wait for one another; only the output sums over
+rows, and each program writes its contribution. q, k, v and the decay are loaded one step ahead;
+each is read once per part (q and k, which all heads share, once per head).
+
+Latency limits it: a step is a chain of a product on tensor cores, tanh and shuffles that takes
+about 1,900 cycles of one warp on an H200, with 0.07 TB/s of memory traffic
+(`benchmarks/results/m2rnn_designs.md`).
 
 States are kept in fp32. With 16-bit inputs, a state is multiplied by the transition as the sum of
 two fp16 tensors, which hold 22 bits of it, since a state is never larger than 1; with fp32 inputs
@@ -80,16 +86,16 @@ def tanh(x, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def load(at, mask, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+def load(ptr, mask, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Load a tile, which is within its tensor if all tiles are WHOLE."""
-    return tl.load(at) if WHOLE else tl.load(at, mask=mask, other=0.0)
+    return tl.load(ptr) if WHOLE else tl.load(ptr, mask=mask, other=0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def weights(weight, at, mask, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
+def weights(weight, offs, mask, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
     """A transition as `candidate` multiplies by it."""
-    found = tl.load(weight + at, mask=mask, other=0.0)
-    return found.to(tl.float16) if NARROW else found.to(tl.float32)
+    w = tl.load(weight + offs, mask=mask, other=0.0)
+    return w.to(tl.float16) if NARROW else w.to(tl.float32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

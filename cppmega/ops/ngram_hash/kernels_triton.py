@@ -1,10 +1,16 @@
 """Reading rows of a large table, and the sums of their gradients in a fixed order.
 
-The gradient sorts the rows that were read, stably. A program adds each run of equal ones that
-begins in its part, in that order in fp32, and rounds once. No other row of the gradient is written,
-so the table that the caller has zeroed is all that it costs beside what was read.
+- `_read_kernel`: grid blocks of 128 rows. A program gathers its rows, each read and written once.
+- `_sum_kernel`: grid blocks of 32 places in the stably sorted list of rows. A program sums each run
+  of equal rows that begins in its block, 16 gradients at a time, in the sorted order in fp32, and
+  rounds once. Each gradient is read once, each row that was read is written once, and no other:
+  the caller's zeroed table is the remaining traffic.
 
-`torch.nn.functional.embedding` is the definition, row 0 aside; `ngram_hash.lookup` has it in torch.
+Memory bandwidth limits both, at rows of `dim` elements that lie anywhere; a run of thousands of
+equal rows is one program's chain of loads, and its latency then limits the sum.
+
+`torch.nn.functional.embedding` is the reference, except for row 0; `ngram_hash.lookup` has the same
+in torch.
 """
 
 from __future__ import annotations
@@ -17,13 +23,13 @@ from torch import Tensor
 from cppmega.ops.common.launch import on_its_device
 
 BLOCK = 128
-"""Rows that a program reads."""
+"""Rows per program of the read."""
 
 PLACES = 32
-"""Sorted rows of which a program sums the runs that begin among them."""
+"""Sorted rows per program of the sum, which sums the runs that begin among them."""
 
 RUN = 16
-"""Gradients of one row that a program adds at a time."""
+"""Gradients of one run that a program adds per step."""
 
 
 @on_its_device
@@ -34,23 +40,23 @@ def _read_kernel(  # type: ignore[no-untyped-def]
     n = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
     d = tl.arange(0, TILE)
     row = tl.load(rows + n, mask=n < count, other=0)
-    has_d = (d < D)[None, :]
-    read = tl.load(
-        tables + (row - 1)[:, None] * D + d[None, :], mask=(row > 0)[:, None] & has_d, other=0.0
+    mask_d = (d < D)[None, :]
+    tile = tl.load(
+        tables + (row - 1)[:, None] * D + d[None, :], mask=(row > 0)[:, None] & mask_d, other=0.0
     )
-    tl.store(out + n[:, None] * D + d[None, :], read, mask=(n < count)[:, None] & has_d)
+    tl.store(out + n[:, None] * D + d[None, :], tile, mask=(n < count)[:, None] & mask_d)
 
 
 @on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _sum_kernel(  # type: ignore[no-untyped-def]
-    rows, order, gradient, out, count,
+    rows, order, do, out, count,
     D: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * PLACES
     n = first + tl.arange(0, PLACES)
     d = tl.arange(0, TILE)
-    has_d = d < D
+    mask_d = d < D
     row = tl.load(rows + n, mask=n < count, other=0)
     before = tl.load(rows + n - 1, mask=(n > 0) & (n < count), other=0)
     after = tl.load(rows + n + 1, mask=n + 1 < count, other=0)
@@ -58,30 +64,30 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
 
     alone = begins & (row != after)  # most rows: copied together, as there is nothing to add
     only = tl.load(order + n, mask=alone, other=0)
-    has = alone[:, None] & has_d[None, :]
-    copied = tl.load(gradient + only[:, None] * D + d[None, :], mask=has, other=0.0)
-    targets = (row - 1).to(tl.int64)[:, None] * D + d[None, :]
-    tl.store(out + targets, copied.to(out.dtype.element_ty), mask=has)
+    mask = alone[:, None] & mask_d[None, :]
+    tile = tl.load(do + only[:, None] * D + d[None, :], mask=mask, other=0.0)
+    offs = (row - 1).to(tl.int64)[:, None] * D + d[None, :]
+    tl.store(out + offs, tile.to(out.dtype.element_ty), mask=mask)
 
     next_run = tl.min(tl.where(begins & (row == after), n, count))
     while next_run < count:
-        of_run = tl.load(rows + next_run)
-        sums = tl.zeros((TILE,), tl.float32)
+        run_row = tl.load(rows + next_run)
+        acc = tl.zeros((TILE,), tl.float32)
         m = next_run + tl.arange(0, RUN)
         left = RUN
         while left == RUN:
-            equal = tl.load(rows + m, mask=m < count, other=0) == of_run
-            place = tl.load(order + m, mask=equal, other=0)
-            values = tl.load(
-                gradient + place[:, None] * D + d[None, :],
-                mask=equal[:, None] & has_d[None, :],
+            equal = tl.load(rows + m, mask=m < count, other=0) == run_row
+            source = tl.load(order + m, mask=equal, other=0)
+            do_tile = tl.load(
+                do + source[:, None] * D + d[None, :],
+                mask=equal[:, None] & mask_d[None, :],
                 other=0.0,
             )
-            sums += tl.sum(values.to(tl.float32), 0)
+            acc += tl.sum(do_tile.to(tl.float32), 0)
             left = tl.sum(equal.to(tl.int32))
             m += RUN
-        at = tl.cast(of_run - 1, tl.int64) * D + d
-        tl.store(out + at, sums.to(out.dtype.element_ty), mask=has_d)
+        offs_run = tl.cast(run_row - 1, tl.int64) * D + d
+        tl.store(out + offs_run, acc.to(out.dtype.element_ty), mask=mask_d)
         next_run = tl.min(tl.where(begins & (row == after) & (n > next_run), n, count))
 
 

@@ -1,9 +1,13 @@
 """Rotary embedding, Hadamard transform and scaled head weights of DSA's indexer in one kernel.
 
-A row is one head of one token. The first programs process tiles of rows of q, the next ones those
-of k, and the last ones the weights. A tile stays in registers: the two columns of a pair are a
-power of two apart, as in the Hadamard transform, so pairs are exchanged like its butterflies. The
-gradient is the transpose: the transform first, then the inverse rotation.
+A row is one head of one token. Grid: tiles of rows of q, then those of k, then those of the
+weights. A program holds one tile of about 1,024 elements in the registers of one warp, and reads
+and writes each element once. The two columns of a pair are a power of two apart, as in the Hadamard
+transform, so pairs are exchanged like its butterflies. The gradient is the transpose: the transform
+first, then the inverse rotation.
+
+On an H200 it takes about twice the time of its reads and writes; below 4096 x 8 tokens the launches
+take longer than the kernel (`benchmarks/results/dsa_indexer_designs.md`).
 """
 
 from __future__ import annotations
@@ -78,24 +82,25 @@ def _turn_rows(  # type: ignore[no-untyped-def]
     row = tile * ROWS + tl.arange(0, ROWS)
     pair, head = row // HEADS, row % HEADS
     token, b = pair // batch, pair % batch
-    here = token < tokens
+    mask_row = token < tokens
     d = tl.arange(0, D_PAD)
     angle = d - FIRST
     turned = (angle >= 0) & (angle < WIDTH)
     APART: tl.constexpr = 1 if ADJACENT else WIDTH // 2
     near = _position(token, bounds, documents, steps, length, rank, RANKS, PACKED)
-    at = near.to(tl.int64)[:, None] * WIDTH + angle[None, :]
-    known = here[:, None] & turned[None, :]
-    c = tl.where(turned[None, :], tl.load(cos + at, mask=known, other=0.0) * mscale, 1.0)
+    offs_a = near.to(tl.int64)[:, None] * WIDTH + angle[None, :]
+    mask_a = mask_row[:, None] & turned[None, :]
+    c = tl.where(turned[None, :], tl.load(cos + offs_a, mask=mask_a, other=0.0) * mscale, 1.0)
     s = (
-        tl.load(sin + at, mask=known, other=0.0)
+        tl.load(sin + offs_a, mask=mask_a, other=0.0)
         * tl.where((angle & APART) != 0, mscale, -mscale)[None, :]
     )
-    theirs = token.to(tl.int64) * step + b.to(tl.int64) * step_batch + head.to(tl.int64) * step_head
-    ours = row.to(tl.int64)[:, None] * D
-    full = here[:, None] & (d < D)[None, :]
+    offs_in = token.to(tl.int64) * step + b.to(tl.int64) * step_batch
+    offs_in += head.to(tl.int64) * step_head
+    offs_out = row.to(tl.int64)[:, None] * D
+    mask = mask_row[:, None] & (d < D)[None, :]
     scale: tl.constexpr = D**-0.5
-    y = tl.load(x + theirs[:, None] + d[None, :], mask=full, other=0.0).to(tl.float32)
+    y = tl.load(x + offs_in[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
     if BACKWARD:
         if STAGES:
             y = butterflies(y, ROWS, D_PAD, STAGES) * scale
@@ -108,7 +113,7 @@ def _turn_rows(  # type: ignore[no-untyped-def]
         y = y * c + _exchanged(y, ROWS, D_PAD, APART) * s
         if STAGES:
             y = butterflies(y, ROWS, D_PAD, STAGES) * scale
-    tl.store(out + ours + d[None, :], y.to(out.dtype.element_ty), mask=full)
+    tl.store(out + offs_out + d[None, :], y.to(out.dtype.element_ty), mask=mask)
 
 
 @on_its_device
@@ -121,7 +126,7 @@ def _prologue_kernel(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr, RANKS: tl.constexpr, PACKED: tl.constexpr, GATHERED: tl.constexpr,
     ADJACENT: tl.constexpr, STAGES: tl.constexpr, BACKWARD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of q, of k or of the weights."""
+    """Process one tile of q, of k or of the weights."""
     tile = tl.program_id(0)
     if tile < tiles_q:
         _turn_rows(
@@ -136,13 +141,13 @@ def _prologue_kernel(  # type: ignore[no-untyped-def]
             PACKED, GATHERED, ADJACENT, STAGES, BACKWARD,
         )  # fmt: skip
     else:
-        at = (tile - tiles_q - tiles_k) * TILE + tl.arange(0, TILE)
-        pair, head = at // HEADS, (at % HEADS).to(tl.int64)
+        offs_out = (tile - tiles_q - tiles_k) * TILE + tl.arange(0, TILE)
+        pair, head = offs_out // HEADS, (offs_out % HEADS).to(tl.int64)
         token, b = pair // batch, (pair % batch).to(tl.int64)
-        here = token < tokens
-        theirs = token.to(tl.int64) * w_row + b * w_batch + head * w_head
-        w = tl.load(weights + theirs, mask=here, other=0.0).to(tl.float32)
-        tl.store(out_w + at, (w * scale).to(out_w.dtype.element_ty), mask=here)
+        mask = token < tokens
+        offs_in = token.to(tl.int64) * w_row + b * w_batch + head * w_head
+        w = tl.load(weights + offs_in, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out_w + offs_out, (w * scale).to(out_w.dtype.element_ty), mask=mask)
 
 
 def turn(

@@ -1,7 +1,10 @@
 """`rope_naive.rotated` and its gradient, with the same roundings.
 
-A program takes pairs of columns of some rows. The gradient turns pairs of the result backwards, and
-puts them where they came from.
+Grid: blocks of rows, one row per token and head. A program holds about 2,048 pairs of columns in
+registers. It reads and writes each element once; the cos and sin of a token are read once per head,
+from cache. The gradient rotates pairs backwards and stores them to the columns they came from.
+
+Memory bandwidth limits it: each element takes two products and a sum.
 """
 
 from __future__ import annotations
@@ -14,13 +17,13 @@ from torch import Tensor
 from cppmega.ops.common.launch import on_its_device
 
 ELEMENTS = 2048
-"""Pairs that a program turns, about."""
+"""Approximate number of pairs that a program rotates."""
 
 
 @on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _rotate_kernel(  # type: ignore[no-untyped-def]
-    given, cos, sin, out, rows, b, heads, given_s, given_b, given_h, scale,
+    x, cos, sin, out, rows, b, heads, given_s, given_b, given_h, scale,
     D: tl.constexpr, WIDTH: tl.constexpr, ADJACENT: tl.constexpr, GATHERED: tl.constexpr,
     BACKWARD: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
@@ -28,10 +31,10 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
     kind = out.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     s = row // (b * heads)
-    from_row = given + s * given_s + row // heads % b * given_b + row % heads * given_h
+    from_row = x + s * given_s + row // heads % b * given_b + row % heads * given_h
     to_row = out + row * D
     pair = tl.arange(0, PAIRS)
-    has = (row < rows)[:, None] & (pair < HALF)[None, :]
+    mask = (row < rows)[:, None] & (pair < HALF)[None, :]
     # Columns of a pair in t, and in the result.
     t_first = 2 * pair if ADJACENT or GATHERED else pair
     t_second = t_first + 1 if ADJACENT or GATHERED else pair + HALF
@@ -39,27 +42,27 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
     r_second = r_first + 1 if ADJACENT else pair + HALF
 
     turn = s[:, None] * WIDTH
-    c_first = (tl.load(cos + turn + r_first[None, :], mask=has, other=0.0) * scale).to(kind)
-    c_second = (tl.load(cos + turn + r_second[None, :], mask=has, other=0.0) * scale).to(kind)
-    s_first = (tl.load(sin + turn + r_first[None, :], mask=has, other=0.0) * scale).to(kind)
-    s_second = (tl.load(sin + turn + r_second[None, :], mask=has, other=0.0) * scale).to(kind)
+    c_first = (tl.load(cos + turn + r_first[None, :], mask=mask, other=0.0) * scale).to(kind)
+    c_second = (tl.load(cos + turn + r_second[None, :], mask=mask, other=0.0) * scale).to(kind)
+    s_first = (tl.load(sin + turn + r_first[None, :], mask=mask, other=0.0) * scale).to(kind)
+    s_second = (tl.load(sin + turn + r_second[None, :], mask=mask, other=0.0) * scale).to(kind)
     if BACKWARD:
         x_first, x_second, y_first, y_second = r_first, r_second, t_first, t_second
         across_first, across_second = s_second, -s_first
     else:
         x_first, x_second, y_first, y_second = t_first, t_second, r_first, r_second
         across_first, across_second = -s_first, s_second
-    first = tl.load(from_row[:, None] + x_first[None, :], mask=has, other=0.0)
-    second = tl.load(from_row[:, None] + x_second[None, :], mask=has, other=0.0)
+    first = tl.load(from_row[:, None] + x_first[None, :], mask=mask, other=0.0)
+    second = tl.load(from_row[:, None] + x_second[None, :], mask=mask, other=0.0)
     y = _product(first, c_first, kind).to(tl.float32) + _product(second, across_first, kind)
-    tl.store(to_row[:, None] + y_first[None, :], y.to(kind), mask=has)
+    tl.store(to_row[:, None] + y_first[None, :], y.to(kind), mask=mask)
     y = _product(second, c_second, kind).to(tl.float32) + _product(first, across_second, kind)
-    tl.store(to_row[:, None] + y_second[None, :], y.to(kind), mask=has)
+    tl.store(to_row[:, None] + y_second[None, :], y.to(kind), mask=mask)
     if D > WIDTH:
         column = WIDTH + tl.arange(0, KEPT)
-        kept = (row < rows)[:, None] & (column < D)[None, :]
-        copied = tl.load(from_row[:, None] + column[None, :], mask=kept, other=0.0)
-        tl.store(to_row[:, None] + column[None, :], copied, mask=kept)
+        mask_kept = (row < rows)[:, None] & (column < D)[None, :]
+        copied = tl.load(from_row[:, None] + column[None, :], mask=mask_kept, other=0.0)
+        tl.store(to_row[:, None] + column[None, :], copied, mask=mask_kept)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -1,8 +1,12 @@
-"""`router_gating_naive.gradients`: both gradients of a part of the tokens in one pass.
+"""`router_gating_naive.gradients`: both gradients in one pass over the hidden states.
 
-A program has some columns of the hidden states. It walks along its part of the tokens, writes their
-gradients, and keeps the sum of the weight's. Each product is three of TF32, which together have the
-precision of fp32.
+Grid: blocks of columns x parts of the tokens. A program holds its columns of the weight and of the
+weight's gradient, `[EXPERTS, COLUMNS]` in fp32 each, and walks along its tokens. Each hidden state
+is read once and its gradient written once; the gradient of the scores is read once per block of
+columns, and the partial gradients of the weight are written once and added in a fixed order. Each
+product is three of TF32, which together have the precision of fp32.
+
+Products with few experts do little arithmetic per hidden state: memory bandwidth limits the pass.
 """
 
 from __future__ import annotations
@@ -15,49 +19,49 @@ from torch import Tensor
 from cppmega.ops.common.launch import on_its_device
 
 TOKENS = 64
-"""Tokens that a program takes at a time."""
+"""Tokens per step of a program."""
 
 SUMS = 2048
-"""Sums of the weight's gradient that a program holds: 128 columns of 16 experts."""
+"""Elements of the weight's gradient that a program holds: 128 columns of 16 experts."""
 
 PART = 1024
-"""Tokens of a program, about: 32 programs per part make several per multiprocessor."""
+"""Approximate number of tokens per part: 32 programs per part make several per SM."""
 
 
 def splits(tokens: int) -> int:
-    """Into how many parts the tokens are divided."""
+    """The number of parts into which the tokens are divided."""
     return max(1, -(-tokens // PART))
 
 
 @on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _gradients_kernel(  # type: ignore[no-untyped-def]
-    inp, weight, given, of_inp, parts, tokens, hidden, each,
+    inp, weight, do, dx_ptr, parts, tokens, hidden, each,
     E: tl.constexpr, EXPERTS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     expert = tl.arange(0, EXPERTS)
-    has_weight = (expert < E)[:, None] & (column < hidden)[None, :]
-    of_expert = expert[:, None] * hidden + column[None, :]
-    w = tl.load(weight + of_expert, mask=has_weight, other=0.0).to(tl.float32)
-    sums = tl.zeros((EXPERTS, COLUMNS), tl.float32)
+    mask_w = (expert < E)[:, None] & (column < hidden)[None, :]
+    offs_w = expert[:, None] * hidden + column[None, :]
+    w = tl.load(weight + offs_w, mask=mask_w, other=0.0).to(tl.float32)
+    dw = tl.zeros((EXPERTS, COLUMNS), tl.float32)
     first = tl.program_id(1) * each
     for start in range(first, tl.minimum(first + each, tokens), TOKENS):
         token = start + tl.arange(0, TOKENS)
-        own = (token < first + each) & (token < tokens)
+        mask_t = (token < first + each) & (token < tokens)
         g = tl.load(
-            given + token[:, None] * E + expert[None, :],
-            mask=own[:, None] & (expert < E)[None, :],
+            do + token[:, None] * E + expert[None, :],
+            mask=mask_t[:, None] & (expert < E)[None, :],
             other=0.0,
         )
-        at = token.to(tl.int64)[:, None] * hidden + column[None, :]
-        has = own[:, None] & (column < hidden)[None, :]
-        x = tl.load(inp + at, mask=has, other=0.0)
-        d_x = tl.dot(g, w, input_precision="tf32x3")
-        tl.store(of_inp + at, d_x.to(of_inp.dtype.element_ty), mask=has)
-        sums += tl.dot(tl.trans(g), x.to(tl.float32), input_precision="tf32x3")
-    part = parts + tl.program_id(1).to(tl.int64) * E * hidden
-    tl.store(part + of_expert, sums, mask=has_weight)
+        offs = token.to(tl.int64)[:, None] * hidden + column[None, :]
+        mask = mask_t[:, None] & (column < hidden)[None, :]
+        x = tl.load(inp + offs, mask=mask, other=0.0)
+        dx = tl.dot(g, w, input_precision="tf32x3")
+        tl.store(dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        dw += tl.dot(tl.trans(g), x.to(tl.float32), input_precision="tf32x3")
+    p_part = parts + tl.program_id(1).to(tl.int64) * E * hidden
+    tl.store(p_part + offs_w, dw, mask=mask_w)
 
 
 @torch.library.custom_op("cppmega::router_gating_gradients", mutates_args=("of_inp", "parts"))

@@ -1,6 +1,8 @@
 """Copies of `[s, b, width]` between tensors whose rows are contiguous, in any order of s and b.
 
-`Tensor.copy_` is the definition.
+Grid: blocks of 8 rows x blocks of 512 columns; a program holds one block. Each element is read and
+written once, in pieces of complete rows, so memory bandwidth limits it. `Tensor.copy_` is the
+reference.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ ROWS = 8
 """Rows that a program copies."""
 
 COLUMNS = 512
-"""Columns that it copies: 1 KiB of each row in 16 bits."""
+"""Columns that a program copies: 1 KiB of each row in 16 bits."""
 
 
 @on_its_device
@@ -27,11 +29,11 @@ def _copy_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    has = (row < rows)[:, None] & (column < width)[None, :]
+    mask = (row < rows)[:, None] & (column < width)[None, :]
     s, b = row // inner, row % inner
-    from_ = part + (s * part_s + b * part_b)[:, None] + column[None, :]
-    to = out + (s * out_s + b * out_b)[:, None] + column[None, :]
-    tl.store(to, tl.load(from_, mask=has, other=0.0), mask=has)
+    source = part + (s * part_s + b * part_b)[:, None] + column[None, :]
+    target = out + (s * out_s + b * out_b)[:, None] + column[None, :]
+    tl.store(target, tl.load(source, mask=mask, other=0.0), mask=mask)
 
 
 @torch.library.custom_op("cppmega::copy_columns", mutates_args=("out",))
