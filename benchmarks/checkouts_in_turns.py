@@ -1,6 +1,6 @@
 """Times of the kernels in two checkouts of cppmega, in turns on one GPU: what a change costs.
 
-    python benchmarks/checkouts_in_turns.py --before ROOT [--out benchmarks/results] [--rounds 5]
+    python -m benchmarks.checkouts_in_turns --before ROOT [--out benchmarks/results] [--rounds 5]
 
 ROOT is another checkout, such as `git worktree add ROOT COMMIT`; the one of this script is the
 other side. Each side is a process that imports its own `cppmega` and `tests`, both on the same GPU.
@@ -23,10 +23,11 @@ from typing import Any
 
 import click
 import torch
-from on_gpu import card, elapsed, stack, upstream_of
 from torch import Tensor
 
-HERE = Path(__file__).resolve().parent.parent
+from benchmarks import REPOSITORY, RESULTS
+from benchmarks.harness.gpu import card, elapsed, stack, upstream_of
+
 CALLS = 200
 """Calls of a small shape that one time of the host is of."""
 
@@ -164,9 +165,10 @@ class Side:
     def __init__(self, root: Path) -> None:
         """Start it; raises SystemExit if it ends before it is ready."""
         code = (
-            f"import sys; sys.path[:0] = [{str(root)!r}, {str(HERE / 'benchmarks')!r}]; "
-            f"import cppmega, tests.ops; assert cppmega.__file__.startswith({str(root)!r}); "
-            "import checkouts_in_turns; checkouts_in_turns.serve()"
+            f"import sys; sys.path.insert(0, {str(root)!r}); import cppmega, tests.ops; "
+            f"assert cppmega.__file__.startswith({str(root)!r}); "
+            f"sys.path.insert(0, {str(REPOSITORY)!r}); "
+            "from benchmarks import checkouts_in_turns; checkouts_in_turns.serve()"
         )
         self.process = subprocess.Popen(
             [sys.executable, "-c", code],
@@ -218,10 +220,10 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
 @click.option("--before", required=True, type=click.Path(exists=True, path_type=Path))
 @click.option("--name", default="the other checkout", help="What the report calls it.")
 @click.option("--rounds", default=5, help="Times that both sides take two turns each.")
-@click.option("--out", default=HERE / "benchmarks" / "results", type=click.Path(path_type=Path))
+@click.option("--out", default=RESULTS, type=click.Path(path_type=Path))
 def main(before: Path, name: str, rounds: int, out: Path) -> None:
     """Measure and write."""
-    sides = {"before": Side(before.resolve()), "after": Side(HERE)}
+    sides = {"before": Side(before.resolve()), "after": Side(REPOSITORY)}
     names, _ = (side.told() for side in sides.values())
     report: dict[str, Any] = {"stack": stack("triton"), "before": name}
     for size in ("large", "small"):

@@ -1,6 +1,6 @@
 """Measure the fast commands as whole processes, next to two plain ways to do the same.
 
-usage: python benchmarks/cli.py [--version 0.19.2] [--runs 7] [--out benchmarks/results]
+usage: python -m benchmarks.cli [--version 0.19.2] [--runs 7] [--out benchmarks/results]
 
 Writes cli.json and cli.md; `python scripts/readme_figures.py` then copies the table into the
 README. Run it on a quiet machine; it takes about two minutes. The baselines are `git apply` of the
@@ -23,6 +23,7 @@ import time
 from datetime import date
 from pathlib import Path
 
+from benchmarks import RESULTS
 from cppmega import __version__
 from cppmega.tree import wheels
 
@@ -82,7 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--version", default="0.19.2")
     parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     rows = measure(options.version, options.runs)
     listed = json.loads(

@@ -1,6 +1,6 @@
 """Make the shipped corpus of source code, and keep its card and how long it took.
 
-usage: python benchmarks/code_corpus.py WORK [--out benchmarks/results]
+usage: python -m benchmarks.code_corpus WORK [--out benchmarks/results]
 
 WORK is a new folder, which needs 1 GB. Writes code_corpus.json and code_corpus.md. The projects are
 downloaded before the clock starts, unless they are in the cache; making the corpus takes minutes on
@@ -21,10 +21,9 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks import RESULTS
 from cppmega import __version__
 from cppmega.data.code import archive, download, listing, make
-
-RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:

@@ -26,14 +26,13 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from benchmarks import RESULTS
 from cppmega.overlay import verbs as overlay
 from cppmega.overlay.receipt import load
 from tests.configurations import law, settings
 from tests.configurations.settings import AXES, FOUND, Configuration, cover
 from tests.configurations.trees import opened, records_of
 from tests.support import VERSIONS, patched, pristine
-
-RESULTS = Path(__file__).parent / "results"
 
 
 @click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})

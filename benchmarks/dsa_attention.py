@@ -1,6 +1,6 @@
 """DSA's sparse attention on one GPU: our kernels against Megatron's paths and dense attention.
 
-usage: python benchmarks/dsa_attention.py --megatron ROOT [--out benchmarks/results] [--only NAME]
+usage: python -m benchmarks.dsa_attention --megatron ROOT [--out benchmarks/results] [--only NAME]
 
 ROOT holds a pristine megatron/ (an unpacked wheel); a copy gets `dsa_sparse_mla_widths`, so that
 TileLang's kernels accept NAM56R's widths. TileLang must be installed. All ways run in this process
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from datetime import date
@@ -25,13 +24,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import dsa_sparse_mla as yardstick
-import sides
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+from benchmarks import RESULTS
+from benchmarks import dsa_sparse_mla as yardstick
+from benchmarks.harness import trees as sides
 from cppmega.ops.dsa_attention import sparse_attention
 
 NAM56R = {"heads": 32, "widths": (128, 64), "sequence": 4096, "topk": 256}
@@ -216,7 +214,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--megatron", type=Path, required=True)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--only", default="", metavar="NAME")
     options = parser.parse_args()
 

@@ -1,6 +1,6 @@
 """The DSA indexer on one GPU: our kernels against Megatron's reference path and its TileLang path.
 
-usage: python benchmarks/dsa_indexer.py --megatron ROOT [--patched ROOT] [--out benchmarks/results]
+usage: python -m benchmarks.dsa_indexer --megatron ROOT [--patched ROOT] [--out benchmarks/results]
            [--only NAME]
 
 ROOT holds a pristine megatron/ (an unpacked wheel), that of --patched one to which
@@ -27,12 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dsa_indexer_rivals import Call, Megatron, Tensors
-from on_gpu import elapsed
 from torch.profiler import ProfilerActivity, profile
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+from benchmarks import RESULTS
+from benchmarks.dsa_indexer_rivals import Call, Megatron, Tensors
+from benchmarks.harness.gpu import elapsed
 from cppmega.ops.dsa_indexer import Loss, choose_keys, indexer_loss
 from cppmega.ops.pointwise.dsa_indexer_prologue import Rotary, prepare_index_inputs
 
@@ -263,7 +262,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--megatron", type=Path, required=True)
     parser.add_argument("--patched", type=Path)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--only", default="", help="begin of the names of cases to measure")
     options = parser.parse_args()
     sys.path.insert(0, str(options.megatron))

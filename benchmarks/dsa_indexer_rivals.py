@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from cppmega.ops.pointwise.dsa_indexer_prologue import Rotary
 from cppmega.ops.pointwise.hadamard import walsh_hadamard
 

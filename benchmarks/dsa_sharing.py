@@ -1,6 +1,6 @@
 """Nine DSA layers on one GPU: all Full, three Full and six Shared, and with keys that are given.
 
-usage: python benchmarks/dsa_sharing.py --megatron ROOT [--out benchmarks/results]
+usage: python -m benchmarks.dsa_sharing --megatron ROOT [--out benchmarks/results]
 
 ROOT holds a pristine megatron/ (an unpacked wheel); a copy gets every page, with
 CPPMEGA_INDEX_CACHE=1. The layers are Megatron's DSAttention with its indexer, at NAM56R's sizes and
@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
@@ -27,12 +26,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import dsa_sparse_mla as yardstick
-import sides
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+from benchmarks import RESULTS
+from benchmarks import dsa_sparse_mla as yardstick
+from benchmarks.harness import trees as sides
 from cppmega.host import env
 
 NAM56R = {
@@ -202,7 +200,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--megatron", type=Path, required=True)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
 
     from cppmega.overlay import verbs as overlay

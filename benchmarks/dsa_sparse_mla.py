@@ -1,6 +1,6 @@
 """Compare fused sparse MLA at the widths of `dsa_sparse_mla_widths` with Megatron's unfused path.
 
-usage: python benchmarks/dsa_sparse_mla.py --megatron ROOT [--out benchmarks/results]
+usage: python -m benchmarks.dsa_sparse_mla --megatron ROOT [--out benchmarks/results]
 
 ROOT holds a pristine megatron/ (an unpacked wheel); a copy is patched. Needs TileLang. Both paths
 run in this process on the same inputs: causal top-k keys in any order, -1 where there are fewer.
@@ -22,9 +22,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import sides
 import torch
-from on_gpu import elapsed
+
+from benchmarks import RESULTS
+from benchmarks.harness import trees as sides
+from benchmarks.harness.gpu import elapsed
 
 PAGE = "dsa_sparse_mla_widths"
 NAMES = ("out", "dq", "dkv")
@@ -194,7 +196,7 @@ def main() -> None:
     """Run every case and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megatron", type=Path, required=True)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
 
     from cppmega.overlay import verbs as overlay

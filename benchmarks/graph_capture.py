@@ -1,6 +1,6 @@
 """Capture Megatron's MTP roll and MTP loss in CUDA graphs, stock and patched, on a GPU.
 
-usage: python benchmarks/graph_capture.py --megatron ROOT [--out benchmarks/results]
+usage: python -m benchmarks.graph_capture --megatron ROOT [--out benchmarks/results]
 
 ROOT holds a pristine megatron/ (an unpacked wheel); it is copied, and one copy is patched. Each
 side runs in a separate process: capture, then replay on new data, compared with a plain loop over
@@ -21,7 +21,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-import sides
+from benchmarks import RESULTS
+from benchmarks.harness import trees as sides
 
 REAL, PADDED = [0, 3, 8, 20, 27], [0, 4, 12, 24, 32]
 VOCABULARY, HIDDEN, DEPTHS = 512, 64, 2
@@ -175,7 +176,7 @@ def main() -> None:
     """Run both sides and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megatron", type=Path, required=True)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--worker", type=Path)
     options = parser.parse_args()
     if options.worker:
@@ -199,7 +200,15 @@ def main() -> None:
             for attempt in ("roll", "loss"):
                 port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "ATTEMPT": attempt}
                 done = subprocess.run(
-                    [sys.executable, __file__, "--megatron", ".", "--worker", str(root)],
+                    [
+                        sys.executable,
+                        "-m",
+                        "benchmarks.graph_capture",
+                        "--megatron",
+                        ".",
+                        "--worker",
+                        str(root),
+                    ],
                     env={**os.environ, **port},
                     capture_output=True,
                     text=True,

@@ -1,6 +1,6 @@
 """Compare the Walsh-Hadamard kernel of DSA's indexer with what it replaces, on one GPU.
 
-usage: python benchmarks/hadamard.py [--out benchmarks/results]
+usage: python -m benchmarks.hadamard [--out benchmarks/results]
 
 First the bits: the kernel must give those of the transform in plain torch, which launches every
 stage separately. Then the median time of the forward over the indexer's queries
@@ -15,17 +15,14 @@ import argparse
 import json
 import random
 import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from on_gpu import elapsed, stack
-
+from benchmarks import RESULTS
+from benchmarks.harness.gpu import elapsed, stack
 from cppmega.ops.pointwise import hadamard
 
 WIDTH = 128
@@ -64,7 +61,7 @@ def _repeated(call: Callable[[], torch.Tensor]) -> None:
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     out = parser.parse_args().out
     rows = {
         f"{what}, s={SEQUENCE}, b={batch}": measure((SEQUENCE, batch, *rest))

@@ -1,6 +1,6 @@
 """N-gram and structure embeddings on one GPU, against a layer of kind E of the same model.
 
-    python benchmarks/input_embeddings.py [--out benchmarks/results]
+    python -m benchmarks.input_embeddings [--out benchmarks/results]
 
 Needs megatron-core and transformer-engine, whose layers the trainer uses, and no pages. Both are
 built at NAM56R's widths and run in this process on 8 sequences of 4096 tokens in bf16. The tokens
@@ -18,16 +18,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from on_gpu import by_kernel, card, median, stack, upstream_of
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+from benchmarks import RESULTS
+from benchmarks.harness.gpu import by_kernel, card, median, stack, upstream_of
 from cppmega.features import stated_sizes
 from cppmega.features.embeddings import layer as input_embeddings
 from cppmega.host import env
@@ -116,7 +114,7 @@ def through(layer: Any, hidden: Tensor) -> None:
 def main() -> None:
     """Measure both, and write the share."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     os.environ[env.NGRAM_HASH.name] = stated_sizes.text(RECIPE.ngram_hash)
     os.environ[env.STRUCTURE.name] = stated_sizes.text(RECIPE.structure)

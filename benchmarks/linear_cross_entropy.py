@@ -1,6 +1,6 @@
 """Measure forward and backward of every linear cross-entropy on one GPU, in one process.
 
-    python benchmarks/linear_cross_entropy.py --out DIR
+    python -m benchmarks.linear_cross_entropy --out DIR
 
 First correctness, at a shape with ragged sizes: relative error of loss, dX and dW in the 2-norm
 against fp64, next to that of the unfused path, and a profile of the kernels that ran: an
@@ -34,7 +34,6 @@ import os
 import platform
 import random
 import statistics
-import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -43,11 +42,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from linear_cross_entropy_rivals import OURS_IN_FP32, Case, Rival, rivals
-from on_gpu import elapsed, median, stack
-
+from benchmarks.harness.gpu import elapsed, median, stack
+from benchmarks.linear_cross_entropy_rivals import OURS_IN_FP32, Case, Rival, rivals
 from cppmega.ops.linear_cross_entropy.chunks import LOGITS_BYTES
 
 GIB = float(1 << 30)

@@ -1,6 +1,6 @@
 """Measure the stages of cppmega's linear cross-entropy, and the designs it was chosen from.
 
-    python benchmarks/linear_cross_entropy_stages.py --out DIR
+    python -m benchmarks.linear_cross_entropy_stages --out DIR
 
 By chunk size: the three GEMMs and the row kernel of one chunk, times the number of chunks of 32768
 tokens, next to two other ways to compute dW (rounded to bf16 per chunk, which is not precise
@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from linear_cross_entropy import GIB, measure
-from linear_cross_entropy_rivals import Case, Rival, ours
-from on_gpu import median
 from torch import Tensor
 
+from benchmarks.harness.gpu import median
+from benchmarks.linear_cross_entropy import GIB, measure
+from benchmarks.linear_cross_entropy_rivals import Case, Rival, ours
 from cppmega.ops.linear_cross_entropy import kernels_triton as kernels
 
 TOKENS, HIDDEN, VOCABULARY = 32768, 4096, 131072

@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from linear_cross_entropy import exact, measure, step
-from linear_cross_entropy_rivals import Case, Rival, ours
 from torch import Tensor
+
+from benchmarks.linear_cross_entropy import exact, measure, step
+from benchmarks.linear_cross_entropy_rivals import Case, Rival, ours
 
 TOKENS, HIDDEN, VOCABULARY = 32768, 4096, 131072
 

@@ -1,6 +1,6 @@
 """M2RNN's recurrence on one GPU: our kernels against the authors'.
 
-usage: python benchmarks/m2rnn.py [--xma ROOT] [--out benchmarks/results]
+usage: python -m benchmarks.m2rnn [--xma ROOT] [--out benchmarks/results]
 
 ROOT holds a checkout of the authors' kernels, the package `xma`. Both run in this process on the
 same bf16 inputs, NAM56R's 51 heads of 64 x 16, 8 sequences of 4096 tokens. Before any time, ours is
@@ -21,11 +21,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from on_gpu import by_kernel, card, median, stack, upstream_of
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+from benchmarks import RESULTS
+from benchmarks.harness.gpu import by_kernel, card, median, stack, upstream_of
 from cppmega.ops.m2rnn import m2rnn
 from tests.ops.m2rnn import checks
 
@@ -61,7 +60,7 @@ def main() -> None:
     """Check, measure and write."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--xma", type=Path, help="a checkout of the authors' kernels")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     small = checks.drawn(SHAPE._replace(s=333, b=2), torch.bfloat16, "cuda")
     checks.check(checks.RECURRENCE, small)

@@ -1,6 +1,6 @@
 """Mamba-3 on one GPU: the core of our mixer against mamba-ssm's module, its main branch, and SISO.
 
-usage: python benchmarks/mamba3.py [--main ROOT] [--out benchmarks/results] [--only NAME] [--alone]
+usage: python -m benchmarks.mamba3 [--main ROOT] [--out benchmarks/results] [--only NAME] [--alone]
 
 Needs mamba-ssm 2.3.2.post1 with cppmega's pages, tilelang and nvcc; with --alone, which measures
 only our mixer's MIMO, none of them. ROOT is a checkout of mamba-ssm's main branch, whose kernels
@@ -25,12 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from on_gpu import by_kernel, card, median, stack, upstream_of
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+from benchmarks import RESULTS
+from benchmarks.harness.gpu import by_kernel, card, median, stack, upstream_of
 from cppmega.ops import mamba3
 from cppmega.ops.mamba3 import external as kernels
 from cppmega.ops.mamba3 import naive as reference
@@ -227,7 +226,7 @@ def main() -> None:
     """Check, measure, and write after each case."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--main", type=Path, help="a checkout of mamba-ssm's main branch")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--only", default="", help="only cases whose names begin with this")
     parser.add_argument("--alone", action="store_true", help="measure only our MIMO")
     options = parser.parse_args()

@@ -1,6 +1,6 @@
 """Hyper-connections on one GPU: our ops and sites against other implementations.
 
-usage: python benchmarks/mhc.py [--dev ROOT] [--out benchmarks/results] [--only NAME]...
+usage: python -m benchmarks.mhc [--dev ROOT] [--out benchmarks/results] [--only NAME]...
 
 At the first shape it also measures Megatron's branch dev, from a checkout at ROOT, with the kernels
 that it selects on this GPU; Transformer Engine and Liger, if they are installed; and torch.compile
@@ -20,20 +20,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import on_gpu
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from mhc_rivals import ITERATIONS, Inputs, Way, Ways, others, ours, own_ways, plain
-
+from benchmarks import RESULTS
+from benchmarks.harness import gpu as on_gpu
+from benchmarks.mhc_rivals import ITERATIONS, Inputs, Way, Ways, others, ours, own_ways, plain
 from cppmega.ops import mhc
 from tests.ops.mhc import checks
 from tests.ops.mhc.checks import Shape
@@ -232,7 +229,7 @@ def main() -> None:
     """Check, measure and write."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--dev", type=Path, help="a checkout of Megatron's branch dev")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--only", action="append", help="only shapes whose names begin with this")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import RESULTS
 from tests.support import patched, python
 
 VERSION = "0.19.2"
@@ -157,7 +158,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--repository", type=Path, required=True, help="a clone of Megatron-LM")
     parser.add_argument("--ref", action="append", help=f"commits or branches [{', '.join(REFS)}]")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     report: dict[str, Any] = {"date": date.today().isoformat(), "torch": torch.__version__}
     report["trees"] = []

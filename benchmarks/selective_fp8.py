@@ -1,6 +1,6 @@
 """Record which layers' GEMMs run in FP8, on stock and with `selective_fp8_moe`, on a GPU.
 
-usage: python benchmarks/selective_fp8.py --megatron ROOT [--out benchmarks/results]
+usage: python -m benchmarks.selective_fp8 --megatron ROOT [--out benchmarks/results]
 
 ROOT holds a pristine megatron/ (an unpacked wheel); it is copied, and one copy is patched. Each
 side runs in a separate process: a GPT with experts, shared experts and an MTP depth, one forward
@@ -25,7 +25,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-import sides
+from benchmarks import RESULTS
+from benchmarks.harness import trees as sides
 
 PAGE, GATE = "selective_fp8_moe", "CPPMEGA_SELECTIVE_FP8_MOE"
 VOCABULARY, SEQUENCE, BATCH = 1024, 256, 2
@@ -287,7 +288,7 @@ def main() -> None:
     """Run both sides and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megatron", type=Path, required=True)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--worker", type=Path)
     options = parser.parse_args()
     if options.worker:
@@ -311,7 +312,15 @@ def main() -> None:
                 assert outcome.ok, outcome.plan.failures
                 result |= {"megatron-core": session.read_tree().version, "overlay": outcome.digest}
             done = subprocess.run(
-                [sys.executable, __file__, "--megatron", ".", "--worker", str(root)],
+                [
+                    sys.executable,
+                    "-m",
+                    "benchmarks.selective_fp8",
+                    "--megatron",
+                    ".",
+                    "--worker",
+                    str(root),
+                ],
                 env={**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"},
                 capture_output=True,
                 text=True,

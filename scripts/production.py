@@ -1,7 +1,7 @@
 """The page of production status, docs/production.md, from recipes and result files.
 
 A result is a JSON file in benchmarks/results with the keys `recipe`, `changes`, `date`, `gpus`,
-`stack`, `data` and `runs`, as `benchmarks/slice_training.py` writes it. A run has `overlay`,
+`stack`, `data` and `runs`, as `benchmarks/slices/training.py` writes it. A run has `overlay`,
 `steps`, `tokens_per_second` of all GPUs and `peak_gib`, or `out_of_memory`. An optional `log` of
 the result names a file beside it; without one, the run's `curve`, an entry per step, is what is
 kept. Both TFLOP/s are tokens/s times operations per token of the recipe, with the run's changes,

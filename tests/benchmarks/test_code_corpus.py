@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from typing import Any
 
 import msgspec
@@ -13,8 +12,7 @@ import pytest
 from cppmega.data.code import listing
 from tests.support import REPOSITORY
 
-sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-code_corpus = importlib.import_module("code_corpus")
+code_corpus = importlib.import_module("benchmarks.code_corpus")
 RESULTS = REPOSITORY / "benchmarks" / "results"
 
 
@@ -30,7 +28,7 @@ def test_the_page_is_what_was_measured(result: dict[str, Any]) -> None:
 def test_it_was_made_of_the_shipped_list(result: dict[str, Any]) -> None:
     made = [project["source"] for project in result["card"]["projects"]]
     listed = msgspec.convert(made, tuple[listing.Source, ...])
-    assert listed == listing.load(), "run python benchmarks/code_corpus.py"
+    assert listed == listing.load(), "run python -m benchmarks.code_corpus"
 
 
 def test_it_is_enough_to_train_on(result: dict[str, Any]) -> None:

@@ -4,32 +4,29 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from typing import Any
 
 import pytest
 
-from tests.support import REPOSITORY, patched, python
+from tests.support import patched, python
 
-sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-sharing = importlib.import_module("dsa_sharing")
+sharing = importlib.import_module("benchmarks.dsa_sharing")
 
 PAGES = ("dsa_index_share", "dsa_index_share_holder", "dsa_hadamard_transform")
-RUNS = f"""
+RUNS = """
 import json, sys
 from unittest import mock
 
 import torch
 
-sys.path.insert(0, {str(REPOSITORY / "benchmarks")!r})
-import dsa_sharing
+from benchmarks import dsa_sharing
 from cppmega.proof import small_models
 from megatron.core.transformer.experimental_attention_variant import dsa
 
 small = dict(dsa_sharing.NAM56R, hidden_size=32, num_attention_heads=4, dsa_indexer_topk=6)
 small |= dict(dsa_indexer_n_heads=4)
 small_models.dsa_config()
-found = {{}}
+found = {}
 scores, attends = dsa.DSAIndexer.forward_before_topk, dsa._run_sparse_attention
 for name in dsa_sharing.PATTERNS:
     keys = []
@@ -46,12 +43,12 @@ for name in dsa_sharing.PATTERNS:
         mock.patch.object(dsa, "_run_sparse_attention", noting),
     ):
         results = step()
-    found[name] = {{
+    found[name] = {
         "indexers": indexers.call_count,
         "first with its keys": [keys.index(chosen) for chosen in keys],
         "outputs": [list(out.shape) for out in results[:9]],
         "gradients": all(gradient is not None and gradient.any() for gradient in results[9:12]),
-    }}
+    }
 print(json.dumps(found))
 """
 

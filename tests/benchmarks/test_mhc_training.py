@@ -16,11 +16,10 @@ import torch
 
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.render import render
-from tests.support import REPOSITORY, patched, python
+from tests.support import patched, python
 
-sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-training = importlib.import_module("mhc_training")
-report = importlib.import_module("mhc_training_report")
+training = importlib.import_module("benchmarks.slices.mhc_training")
+report = importlib.import_module("benchmarks.slices.mhc_training_report")
 
 GIB = 2**30
 CURVE = {"loss": [3.0, 2.0], "grad norm": [1.0, 0.5]}
@@ -146,7 +145,7 @@ def made_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
     said = json.dumps({"GPT": CURVE, "hybrid": CURVE})
     command = [sys.executable, "-c", f"print({said!r})"]
     monkeypatch.setattr(
-        sys.modules["slice_training"], "command_of", lambda *given, **named: command
+        sys.modules["benchmarks.slices.training"], "command_of", lambda *given, **named: command
     )
     monkeypatch.setattr(Stub, "seen", [], raising=False)
 
@@ -196,7 +195,7 @@ def test_runs_are_written_one_by_one_and_continued(made: Made, tmp_path: Path) -
 @pytest.mark.slow
 def test_kernels_train_both_small_models_as_the_reference() -> None:
     code = """
-    from benchmarks import mhc_curves as c
+    from benchmarks.slices import mhc_curves as c
 
     for way in ("reference", "nudged", "fused"):
         c.main(way, 1, c.TINY)

@@ -18,13 +18,11 @@ from cppmega.data.prepare import prepare
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.run_options import RunOptions
 from cppmega.training.options import read
-from tests.support import REPOSITORY
 
-sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-training = importlib.import_module("slice_training")
-parts = importlib.import_module("parts")
-report = importlib.import_module("parts_report")
-shuffled_structure = importlib.import_module("shuffled_structure")
+training = importlib.import_module("benchmarks.slices.training")
+parts = importlib.import_module("benchmarks.whole.parts")
+report = importlib.import_module("benchmarks.whole.parts_report")
+shuffled_structure = importlib.import_module("benchmarks.whole.shuffled_structure")
 
 EFFECT = {"no_ngram": 0.1, "shuffled": -0.1}
 """What the stand-in for the trainer adds to a variant's losses; each seed adds as much to all."""

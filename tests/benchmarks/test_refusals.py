@@ -14,10 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tests.support import REPOSITORY
-
-sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-refusals = importlib.import_module("refusals")
+refusals = importlib.import_module("benchmarks.whole.refusals")
 
 RUN = """
 import json, os, socket, sys, time

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,15 +11,14 @@ import pytest
 from tests.support import REPOSITORY
 
 pytest.importorskip("torch")
-sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 RESULTS = REPOSITORY / "benchmarks" / "results"
 BENCHMARKS = {
-    "mhc_training": ("mhc_training", "of_recipe"),
-    "parts": ("parts", "report"),
-    "refusals": ("refusals", "page"),
-    "slice_training": ("slice_report", "table"),
-    "whole_rows": ("whole_rows", "page"),
-    "whole_training": ("whole_report", "page"),
+    "mhc_training": ("slices.mhc_training", "of_recipe"),
+    "parts": ("whole.parts", "report"),
+    "refusals": ("whole.refusals", "page"),
+    "slice_training": ("slices.report", "table"),
+    "whole_rows": ("whole.rows", "page"),
+    "whole_training": ("whole.report", "page"),
 }
 """What writes the pages of a benchmark that its results name."""
 NAMES = {
@@ -33,13 +31,13 @@ NAMES = {
     "dsa_sparse_mla_h200": ("dsa_sparse_mla", "table"),
     "input_embeddings_h200": ("input_embeddings", "table"),
     "mamba3_h200": ("mamba3", "table"),
-    "mhc_training_h200": ("mhc_training_report", "table"),
+    "mhc_training_h200": ("slices.mhc_training_report", "table"),
     "mhc_upstream": ("mhc_upstream", "table"),
-    "mixer_curves_h100": ("mixer_curves", "table"),
-    "mixer_curves_h200": ("mixer_curves", "table"),
-    "nam56r_h200_1gpu": ("slice_report", "table"),  # one of many rows, as a run of its own
-    "upstream_unit_tests_cpu": ("upstream_tests_report", "table"),
-    "upstream_unit_tests_h200": ("upstream_tests_report", "table"),
+    "mixer_curves_h100": ("slices.mixer_curves", "table"),
+    "mixer_curves_h200": ("slices.mixer_curves", "table"),
+    "nam56r_h200_1gpu": ("slices.report", "table"),  # one of many rows, as a run of its own
+    "upstream_unit_tests_cpu": ("upstream_tests.report", "table"),
+    "upstream_unit_tests_h200": ("upstream_tests.report", "table"),
 }
 """And that of a single result."""
 
@@ -58,7 +56,9 @@ PAGES = {path: writer for path in sorted(RESULTS.glob("*.json")) if (writer := _
 def test_a_page_is_written_from_its_result(path: Path) -> None:
     """Remarks may follow."""
     module, function = PAGES[path]
-    made = getattr(importlib.import_module(module), function)(json.loads(path.read_text()))
+    made = getattr(importlib.import_module(f"benchmarks.{module}"), function)(
+        json.loads(path.read_text())
+    )
     text = made if isinstance(made, str) else "\n".join(made)
     assert text and path.with_suffix(".md").read_text().startswith(text)
 

@@ -14,11 +14,10 @@ import click
 import pytest
 
 from cppmega.recipe import index as recipes_index
-from tests.support import PATIENCE, REPOSITORY
+from tests.support import PATIENCE
 
-sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-bench = importlib.import_module("slice_training")
-report = importlib.import_module("slice_report")
+bench = importlib.import_module("benchmarks.slices.training")
+report = importlib.import_module("benchmarks.slices.report")
 
 
 def rows(steps: int = 20, **changes: Any) -> list[dict[str, Any]]:

@@ -24,12 +24,11 @@ from cppmega.runs import json_file
 from cppmega.training.options import read
 from cppmega.training.requirements import check_profile
 from tests.runs.test_profile import made_profile
-from tests.support import REPOSITORY, pristine
+from tests.support import pristine
 
-sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-training = importlib.import_module("slice_training")
-slices = importlib.import_module("slice_turns")
-report = importlib.import_module("slice_turns_report")
+training = importlib.import_module("benchmarks.slices.training")
+slices = importlib.import_module("benchmarks.slices.turns")
+report = importlib.import_module("benchmarks.slices.turns_report")
 INDEXER = slices.SUBJECTS["indexer"]
 MILLISECONDS = {
     "before": 1000,

@@ -17,10 +17,9 @@ from tests.support import PATIENCE, REPOSITORY, made
 
 pytestmark = pytest.mark.slow
 
-sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-command = importlib.import_module("upstream_tests")
-report = importlib.import_module("upstream_tests_report")
-trees = importlib.import_module("upstream_tests_sides")
+command = importlib.import_module("benchmarks.upstream_tests.run")
+report = importlib.import_module("benchmarks.upstream_tests.report")
+trees = importlib.import_module("benchmarks.upstream_tests.sides")
 
 TESTS = {
     "test_values.py": """
@@ -280,7 +279,7 @@ def test_a_folder_without_tests_is_wrong_usage(tmp_path: Path) -> None:
 
 
 STAND_INS = """
-import upstream_tests_on_cpu as stand_ins
+from benchmarks.upstream_tests import on_cpu as stand_ins
 stand_ins.install()
 import torch
 a = torch.ones(2, device="cuda")
@@ -308,7 +307,7 @@ print("works")
 def test_the_cpu_stands_in_for_the_gpu() -> None:
     done = subprocess.run(
         [sys.executable, "-c", STAND_INS],
-        cwd=REPOSITORY / "benchmarks",
+        cwd=REPOSITORY,
         capture_output=True,
         text=True,
         timeout=PATIENCE,

@@ -15,10 +15,8 @@ from click.testing import CliRunner
 
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.memory import MAMBA_RECOMPUTE
-from tests.support import REPOSITORY
 
-sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-rows = importlib.import_module("whole_rows")
+rows = importlib.import_module("benchmarks.whole.rows")
 
 WRITES = """
 import json, sys

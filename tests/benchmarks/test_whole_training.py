@@ -15,12 +15,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from cppmega.recipe import index as recipes_index
-from tests.support import REPOSITORY, pristine
+from tests.support import pristine
 
-sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-whole = importlib.import_module("whole_training")
-checks = importlib.import_module("whole_checks")
-report = importlib.import_module("whole_report")
+whole = importlib.import_module("benchmarks.whole.training")
+checks = importlib.import_module("benchmarks.whole.checks")
+report = importlib.import_module("benchmarks.whole.report")
 
 TRAINS = """
 import json, sys, time

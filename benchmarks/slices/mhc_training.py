@@ -1,6 +1,6 @@
 """Hyper-connections in training: curves of the kernels and of the reference, time and memory.
 
-    python benchmarks/mhc_training.py --site SITE --work SCRATCH --out DIR [--only PART,...]
+    python -m benchmarks.slices.mhc_training --site SITE --work SCRATCH --out DIR [--only PART,...]
 
     small   50 steps of a small GPT and a small hybrid in fp32: by the reference on the CPU and
             twice on the GPU, once more from weights that are each one rounding away, and by the
@@ -33,22 +33,18 @@ from pathlib import Path
 from typing import Any
 
 import click
-import sides
 import torch
-from on_gpu import card
-from slice_report import headline, measured, steps_of
-from slice_report import table as of_recipe
-from slice_training import Bench, header, prepare, said
-from slice_turns import apply
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
-
-from mhc_training_report import draw, table  # noqa: E402
-
-from cppmega.host.packages import version  # noqa: E402
-from cppmega.recipe import index as recipes_index  # noqa: E402
-from cppmega.recipe import memory  # noqa: E402
+from benchmarks.harness import trees as sides
+from benchmarks.harness.gpu import card
+from benchmarks.slices.mhc_training_report import draw, table
+from benchmarks.slices.report import headline, measured, steps_of
+from benchmarks.slices.report import table as of_recipe
+from benchmarks.slices.training import Bench, header, prepare, said
+from benchmarks.slices.turns import apply
+from cppmega.host.packages import version
+from cppmega.recipe import index as recipes_index
+from cppmega.recipe import memory
 
 PAGES = ("mhc_connections", "float16_keep_fp32")
 """Of the small models, beside which no other page may bend a curve."""
@@ -157,7 +153,8 @@ class Training:
         way, device = SMALL[label]
         root = self.tree("small", self.site, PAGES)
         sizes = "TINY" if self.device == "CPU" else "SIZES"
-        code = f"from benchmarks import mhc_curves as c\nc.main({way!r}, {self.steps}, c.{sizes})"
+        code = "from benchmarks.slices import mhc_curves as c\n"
+        code += f"c.main({way!r}, {self.steps}, c.{sizes})"
         variables = {}
         if self.device == "CPU" and way == "fused":
             variables["TRITON_INTERPRET"] = "1"
@@ -170,7 +167,7 @@ class Training:
         """A step of the GPT of dev by each implementation."""
         assert self.dev is not None
         root = self.tree("dev", self.dev, ("mhc_fused_kernels",))
-        code = "from benchmarks import mhc_dev_step as s\ns.main()"
+        code = "from benchmarks.slices import mhc_dev_step as s\ns.main()"
         return self.said(f"dev {label}", root, code, {})
 
     def tree(self, name: str, pristine: Path, pages: Sequence[str]) -> Path:
@@ -224,7 +221,7 @@ class Training:
                 self.write_recipe(recipe, run)
 
     def write_recipe(self, recipe: str, run: dict[str, Any]) -> None:
-        """Write a run of a recipe as `slice_training.py` writes a recipe's result."""
+        """Write a run of a recipe as `slices/training.py` writes a recipe's result."""
         kept = {key: value for key, value in run.items() if key in OF_RECIPE}
         log = self.stem.with_suffix(".json").name
         result = {

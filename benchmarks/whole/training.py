@@ -1,8 +1,8 @@
 """Train a whole recipe on this host: killed once without warning, resumed, and perhaps evaluated.
 
-    python benchmarks/whole_training.py run --site SITE --work SCRATCH --out DIR \\
+    python -m benchmarks.whole.training run --site SITE --work SCRATCH --out DIR \\
         --data TRAIN --held-out HELD
-    python benchmarks/whole_training.py draw DIR/nam56r_h200_2gpu_ep2.json
+    python -m benchmarks.whole.training draw DIR/nam56r_h200_2gpu_ep2.json
 
 TRAIN and HELD are datasets as `python -m cppmega.data.code.command` makes them; HELD is for a
 recipe with eval_interval, and no other is evaluated. The run saves one checkpoint, is killed some
@@ -23,7 +23,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,19 +31,15 @@ from typing import Any
 
 import click
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
-
-import slice_training  # noqa: E402
-import whole_checks  # noqa: E402
-import whole_report  # noqa: E402
-from slice_report import headline  # noqa: E402
-from slice_training import Bench, StoodStill, Stopped  # noqa: E402
-from whole_checks import Course  # noqa: E402
-
-from cppmega.checkpoints.tracker import TRACKER  # noqa: E402
-from cppmega.data import corpus  # noqa: E402
-from cppmega.recipe.run_options import RunOptions  # noqa: E402
+from benchmarks.slices import training as slice_training
+from benchmarks.slices.report import headline
+from benchmarks.slices.training import Bench, StoodStill, Stopped
+from benchmarks.whole import checks as whole_checks
+from benchmarks.whole import report as whole_report
+from benchmarks.whole.checks import Course
+from cppmega.checkpoints.tracker import TRACKER
+from cppmega.data import corpus
+from cppmega.recipe.run_options import RunOptions
 
 NAME = "overlay"
 CHECKPOINTS = "checkpoints"

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from upstream_tests_plugin import FILE_LIMIT, NOT_RUN
-from upstream_tests_sides import Outcomes
-
+from benchmarks.upstream_tests.plugin import FILE_LIMIT, NOT_RUN
+from benchmarks.upstream_tests.sides import Outcomes
 from cppmega.errors import CppmegaError
 
 ABSENT = ("absent", "")

@@ -1,6 +1,6 @@
 """Small models of our mixers in bf16: 50 steps by plain torch on a CPU, and by the kernels.
 
-    python benchmarks/mixer_curves.py --site SITE --work SCRATCH [--out benchmarks/results]
+    python -m benchmarks.slices.mixer_curves --site SITE --work SCRATCH [--out benchmarks/results]
 
 MIMO has Mamba-3 mixers of rank 4, which cppmega's scan computes on a GPU; SISO has those that
 mamba-ssm's kernels compute, where mamba-ssm is installed; M2RNN has M2RNN mixers and both input
@@ -25,17 +25,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
-import sides
 import torch
-from on_gpu import card, stack
-from slice_training import environment, said
-from slice_turns import apply
-from slice_turns_report import FACTOR
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from mhc_training_report import verdict
-
+from benchmarks import RESULTS
+from benchmarks.harness import trees as sides
+from benchmarks.harness.gpu import card, stack
+from benchmarks.slices.mhc_training_report import verdict
+from benchmarks.slices.training import environment, said
+from benchmarks.slices.turns import apply
+from benchmarks.slices.turns_report import FACTOR
 from cppmega.features import stated_sizes
 from cppmega.features.embeddings import layer as input_embeddings
 from cppmega.features.embeddings import sizes as input_embedding_sizes
@@ -134,8 +132,10 @@ def batch(seed: int, device: str) -> dict[str, torch.Tensor]:
 
 def curves(model: str, way: str, steps: int, root: Path, log: Path) -> dict[str, list[float]]:
     """The curves of a run in a process of its own."""
-    code = f"from benchmarks import mixer_curves as c\nc.trained({model!r}, {way!r}, {steps})"
-    variables = environment(Path(__file__).parent)  # this module imports its neighbors
+    code = (
+        f"from benchmarks.slices import mixer_curves as c\nc.trained({model!r}, {way!r}, {steps})"
+    )
+    variables = environment()
     variables |= {each: stated_sizes.text(sizes) for each, sizes in MODELS[model].sizes.items()}
     if way != "kernels":
         variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # tensors are small
@@ -184,7 +184,7 @@ def draw(report: dict[str, Any], file: Path) -> None:
 @click.command()
 @click.option("--site", type=click.Path(path_type=Path), required=True)
 @click.option("--work", type=click.Path(path_type=Path), required=True)
-@click.option("--out", type=click.Path(path_type=Path), default=Path(__file__).parent / "results")
+@click.option("--out", type=click.Path(path_type=Path), default=RESULTS)
 @click.option("--steps", default=50, show_default=True)
 @click.option("--only", type=click.Choice([*MODELS]), help="Train only this model.")
 def main(site: Path, work: Path, out: Path, steps: int, only: str | None) -> None:

@@ -1,6 +1,6 @@
 """What each choice of a whole recipe costs or brings: one short run per row, on the same GPUs.
 
-    python benchmarks/whole_rows.py --site SITE --work SCRATCH --out DIR --data TRAIN [--only ROWS]
+    python -m benchmarks.whole.rows --site SITE --work SCRATCH --out DIR --data TRAIN [--only ROWS]
 
 Every row but the first changes one thing of the recipe:
 
@@ -50,7 +50,6 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -58,20 +57,16 @@ from typing import Any
 from unittest import mock
 
 import click
-import shared_result
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
-
-import slice_training  # noqa: E402
-from slice_report import GRAPH_POOLS, WARM, apart, measured, steps_of  # noqa: E402
-from slice_training import Bench, TimeIsUp  # noqa: E402
-
-from cppmega.host.markdown import table  # noqa: E402
-from cppmega.host.wording import counted  # noqa: E402
-from cppmega.recipe import Recipe  # noqa: E402
-from cppmega.recipe import index as recipes_index  # noqa: E402
-from cppmega.recipe.memory import MAMBA_RECOMPUTE, estimate  # noqa: E402
+from benchmarks.harness import shared_result
+from benchmarks.slices import training as slice_training
+from benchmarks.slices.report import GRAPH_POOLS, WARM, apart, measured, steps_of
+from benchmarks.slices.training import Bench, TimeIsUp
+from cppmega.host.markdown import table
+from cppmega.host.wording import counted
+from cppmega.recipe import Recipe
+from cppmega.recipe import index as recipes_index
+from cppmega.recipe.memory import MAMBA_RECOMPUTE, estimate
 
 _PROFILED = 2
 _FOLDER = click.Path(path_type=Path)

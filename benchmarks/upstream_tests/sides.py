@@ -15,21 +15,20 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import sides
-from upstream_tests_plugin import (
+from benchmarks import REPOSITORY
+from benchmarks.harness import trees as sides
+from benchmarks.upstream_tests.plugin import (
     FILE_LIMIT,
     LONGEST_REASON,
     STARTED,
     outcomes,
     without_folders,
 )
-
 from cppmega.errors import CppmegaError
 from cppmega.host import process
 from cppmega.overlay.verdict import FAILURES
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-WORKER = Path(__file__).with_name("upstream_tests_worker.py")
+WORKER = "benchmarks.upstream_tests.worker"
 MARKERS = ("internal", "flaky", "flaky_in_dev", "experimental", "launch_on_gb200")
 PLUGINS = {"pytest_mock": "pytest_mock", "pytest_asyncio": "pytest_asyncio.plugin"}
 """Used if they are installed."""
@@ -159,7 +158,7 @@ def _environment(gates: Mapping[str, str]) -> dict[str, str]:
 
 
 class Server:
-    """A process of `upstream_tests_worker.py`, which runs one file at a time."""
+    """A process of `worker.py`, which runs one file at a time."""
 
     def __init__(self, side: Side, log: Path) -> None:
         self.side = side
@@ -178,7 +177,7 @@ class Server:
         self.close()
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
-                [sys.executable, str(WORKER)],
+                [sys.executable, "-m", WORKER],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

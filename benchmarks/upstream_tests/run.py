@@ -6,14 +6,14 @@ contains them and they are not copied here, so this command asks for their folde
 
 \b
     git -C Megatron-LM archive core_r0.19.0 tests | tar -x -C /tmp/upstream
-    python benchmarks/upstream_tests.py --tests /tmp/upstream/tests/unit_tests
+    python -m benchmarks.upstream_tests.run --tests /tmp/upstream/tests/unit_tests
 
 megatron-core is copied twice, and `cppmega apply` patches one of the copies. Every test file then
 runs on both, each in a separate process; files that mention patched modules come first. The
 outcomes are compared. If the sides differ, the file runs again on both, and a test whose outcomes
 overlap is called flaky. Everything else is a difference, and there must be none.
 
-Without a GPU the CPU stands in for it (see `upstream_tests_on_cpu.py`): what still fails then fails
+Without a GPU the CPU stands in for it (see `on_cpu.py`): what still fails then fails
 on both sides. Exit status: 0 nothing differs, 1 something differs, 2 wrong usage or an internal
 error.
 """
@@ -41,13 +41,10 @@ from typing import Any
 
 import click
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import sides
-import upstream_tests_report as report
-import upstream_tests_sides as trees
-from upstream_tests_sides import Limits, Outcomes, Overlay, Server, Side
-
+from benchmarks.harness import trees as sides
+from benchmarks.upstream_tests import report
+from benchmarks.upstream_tests import sides as trees
+from benchmarks.upstream_tests.sides import Limits, Outcomes, Overlay, Server, Side
 from cppmega import __version__
 from cppmega.errors import CppmegaError
 

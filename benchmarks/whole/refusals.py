@@ -1,6 +1,6 @@
 """How fast a run of several ranks ends if one of them is wrong, and what a kill in a save leaves.
 
-    python benchmarks/refusals.py --site SITE --work SCRATCH --out DIR --data TRAIN --gpus 8
+    python -m benchmarks.whole.refusals --site SITE --work SCRATCH --out DIR --data TRAIN --gpus 8
 
 Every case starts `nam56r_small_cut` with a replica on each GPU; the last rank differs:
 
@@ -24,7 +24,6 @@ import json
 import re
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -34,17 +33,13 @@ from typing import Any, ClassVar
 import click
 import psutil
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
-
-import slice_training  # noqa: E402
-from on_gpu import card  # noqa: E402
-from slice_training import Bench  # noqa: E402
-
-from cppmega.checkpoints.tracker import TRACKER  # noqa: E402
-from cppmega.host.markdown import table  # noqa: E402
-from cppmega.host.wording import counted  # noqa: E402
-from cppmega.recipe import index as recipes_index  # noqa: E402
+from benchmarks.harness.gpu import card
+from benchmarks.slices import training as slice_training
+from benchmarks.slices.training import Bench
+from cppmega.checkpoints.tracker import TRACKER
+from cppmega.host.markdown import table
+from cppmega.host.wording import counted
+from cppmega.recipe import index as recipes_index
 
 RECIPE = "nam56r_small_cut"
 FILE = "megatron/training/training.py"

@@ -1,6 +1,6 @@
 """The process that runs files of Megatron's unit tests against one tree, each in a fork of itself.
 
-Started by `upstream_tests.py`. Reads an order and then one job per line on stdin, answers each job
+Started by `run.py`. Reads an order and then one job per line on stdin, answers each job
 with one line on stdout. What every file imports is imported once, before the first fork. If that
 has initialized CUDA, which does not survive a fork, or on request, each file gets a fresh
 interpreter.
@@ -23,8 +23,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from upstream_tests_plugin import FILE_LIMIT, Recorder
-
+from benchmarks.upstream_tests.plugin import FILE_LIMIT, Recorder
 from cppmega.host import process
 from cppmega.overlay import receipt
 from cppmega.overlay.verbs import Session
@@ -62,10 +61,10 @@ def prepare(order: dict[str, Any]) -> None:
     warnings.simplefilter("ignore")
     root = Path(order["root"])
     if order["stand_ins"]:
-        import upstream_tests_on_cpu
+        from benchmarks.upstream_tests import on_cpu
 
-        upstream_tests_on_cpu.install()
-    sys.path[0] = order["suite"]  # where this script lies, there are modules of other names
+        on_cpu.install()
+    sys.path[0] = order["suite"]  # instead of the working directory, whose `tests` are others
     only_from(root)
     arm(root)
     _refuse_downloads()

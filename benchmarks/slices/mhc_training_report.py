@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slice_turns_report import FACTOR
-
+from benchmarks.slices.turns_report import FACTOR
 from cppmega.recipe.memory import GIB
 from cppmega.runs import plotting
 

@@ -7,8 +7,8 @@ same order from the same weights. "tilelang" is the overlay with the fused backe
 and resumed, and its curve compared with that of the overlay, next to the difference between two
 uninterrupted runs.
 
-    python benchmarks/slice_training.py run --site SITE --work SCRATCH --out DIR
-    python benchmarks/slice_training.py plot DIR/nam56r_h200_slice.json
+    python -m benchmarks.slices.training run --site SITE --work SCRATCH --out DIR
+    python -m benchmarks.slices.training plot DIR/nam56r_h200_slice.json
 
 SITE holds a pristine `megatron/` with its dist-info, as pip or an unpacked wheel leaves them; it is
 copied and never changed. Everything else must be importable.
@@ -30,16 +30,24 @@ from typing import Any, ClassVar
 
 import click
 import psutil
-import sides
-from slice_report import END, KILL, SAVE, compared, draw, headline, losses, measured, table
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
-
-from cppmega.data import corpus  # noqa: E402
-from cppmega.recipe import Recipe  # noqa: E402
-from cppmega.recipe import index as recipes_index  # noqa: E402
-from tests.support import command_of, free_port  # noqa: E402
+from benchmarks import REPOSITORY
+from benchmarks.harness import trees as sides
+from benchmarks.slices.report import (
+    END,
+    KILL,
+    SAVE,
+    compared,
+    draw,
+    headline,
+    losses,
+    measured,
+    table,
+)
+from cppmega.data import corpus
+from cppmega.recipe import Recipe
+from cppmega.recipe import index as recipes_index
+from tests.support import command_of, free_port
 
 STARTS = ("dataset_helpers_prebuilt", "dsa_hadamard_transform")
 """Without these, stock does not take a step: no Makefile in the wheel, no Hadamard package."""

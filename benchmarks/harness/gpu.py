@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable
 from datetime import date
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from cppmega.host.packages import version
 

@@ -1,4 +1,4 @@
-"""The report of `slice_training.py`: medians, the resumed curve, table, plot."""
+"""The report of `slices/training.py`: medians, the resumed curve, table, plot."""
 
 from __future__ import annotations
 

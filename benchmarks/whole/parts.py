@@ -1,6 +1,7 @@
 """What each part of NAM56R does to its losses: a small model with and without it, from three seeds.
 
-    python benchmarks/parts.py --site SITE --work SCRATCH --out DIR --data TRAIN --held-out HELD
+    python -m benchmarks.whole.parts --site SITE --work SCRATCH --out DIR \\
+        --data TRAIN --held-out HELD
 
 Every variant of `nam56r_small_cut` trains 500 steps from each seed on the same samples in the same
 order, and is evaluated on the same held-out samples:
@@ -37,17 +38,13 @@ from typing import Any
 
 import click
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
-
-import shared_result  # noqa: E402
-import slice_training  # noqa: E402
-from on_gpu import card  # noqa: E402
-from parts_report import RECIPE, VARIANTS, curve, draw, report  # noqa: E402
-from shuffled_structure import shuffled  # noqa: E402
-from slice_training import Bench  # noqa: E402
-
-from cppmega.recipe import index as recipes_index  # noqa: E402
+from benchmarks.harness import shared_result
+from benchmarks.harness.gpu import card
+from benchmarks.slices import training as slice_training
+from benchmarks.slices.training import Bench
+from benchmarks.whole.parts_report import RECIPE, VARIANTS, curve, draw, report
+from benchmarks.whole.shuffled_structure import shuffled
+from cppmega.recipe import index as recipes_index
 
 _FOLDER = click.Path(path_type=Path)
 

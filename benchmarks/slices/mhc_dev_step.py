@@ -13,15 +13,10 @@ import importlib
 import json
 import os
 import sys
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import on_gpu
 from megatron.core.activations import squared_relu
 from megatron.core.fusions import fused_mhc_kernels
 from megatron.core.models.gpt import gpt_layer_specs
@@ -29,6 +24,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from benchmarks.harness import gpu as on_gpu
 from cppmega.proof import cpu_shims
 from cppmega.recipe import Recipe
 from cppmega.recipe import index as recipes_index

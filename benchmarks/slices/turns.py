@@ -1,6 +1,6 @@
 """Pages or arguments in training: the NAM56R slice with and without them, in turns.
 
-    python benchmarks/slice_turns.py SUBJECT --site SITE --work SCRATCH --out DIR [--only PART,...]
+    python -m benchmarks.slices.turns SUBJECT --site SITE --work SCRATCH --out DIR [--only PART,...]
 
 SUBJECT is what is measured: `indexer` or `attention`, the pages of these kernels; `earlier`, both;
 `graphs`, CUDA graphs of everything in these layers that Megatron can capture; `sharing`, the same
@@ -48,19 +48,15 @@ from pathlib import Path
 from typing import Any
 
 import click
-import sides
-import slice_training
-from slice_report import WARM, graph_pools, headline, measured, steps_of, table
-from slice_subjects import PARTS, SUBJECTS, Part, Subject
-from slice_training import STARTS, Bench, environment, prepare
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY))
-
-from slice_turns_report import of_side, report  # noqa: E402
-
-from cppmega.recipe import index as recipes_index  # noqa: E402
-from cppmega.runs.profile import SUMMARY  # noqa: E402
+from benchmarks.harness import trees as sides
+from benchmarks.slices import training as slice_training
+from benchmarks.slices.report import WARM, graph_pools, headline, measured, steps_of, table
+from benchmarks.slices.subjects import PARTS, SUBJECTS, Part, Subject
+from benchmarks.slices.training import STARTS, Bench, environment, prepare
+from benchmarks.slices.turns_report import of_side, report
+from cppmega.recipe import index as recipes_index
+from cppmega.runs.profile import SUMMARY
 
 REFERENCE = (*STARTS, "dsa_indexer_loss_metric")
 """Patches of stock in the curves: to start, and to log the indexer loss in the same way."""
@@ -277,7 +273,7 @@ def without_losses_by_step(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_recipe(out: Path, recipe: str, subject: Subject, part: dict[str, Any]) -> None:
-    """Write the slower run of all patches as `slice_training.py` writes a recipe's result."""
+    """Write the slower run of all patches as `slices/training.py` writes a recipe's result."""
     slower = min(of_side(part, "after"), key=lambda run: run["tokens_per_second"])
     row = {key: value for key, value in slower.items() if key not in ("side", "profile")}
     result = part | {"recipe": recipe, "benchmark": subject.name, "runs": {"overlay": row}}

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
-from slice_report import WARM
 
+from benchmarks.slices.report import WARM
 from cppmega.errors import CppmegaError
 from cppmega.host.wording import counted
 from cppmega.overlay.verbs import Session

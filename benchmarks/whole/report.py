@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-import slice_report
-from slice_report import apart, losses, steps_of
 
+from benchmarks.slices import report as slice_report
+from benchmarks.slices.report import apart, losses, steps_of
 from cppmega.host.markdown import table
 from cppmega.host.wording import counted
 from cppmega.recipe import index as recipes_index

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from slice_report import GRAPH_POOLS
-from slice_subjects import Subject
-
+from benchmarks.slices.report import GRAPH_POOLS
+from benchmarks.slices.subjects import Subject
 from cppmega.runs import json_file
 from cppmega.runs import profile as run_profile
 from cppmega.runs.profile import Profile

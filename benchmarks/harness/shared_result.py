@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import filelock
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from cppmega.runs import json_file
 

@@ -1,0 +1,1 @@
+"""What the benchmarks share: time, trees, tables and result files."""

@@ -1,0 +1,1 @@
+"""Runs that train a whole recipe."""
