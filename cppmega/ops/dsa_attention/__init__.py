@@ -3,13 +3,12 @@
 The absorbed form (one latent key for all heads, whose first columns are the value) and the form
 with a key per head use different kernels:
 
-- `dsa_attention_forward_triton`, `dsa_attention_backward_triton`: one program per query gathers
-  its keys for all heads. Products are keys by heads, so that even a few heads fill a tensor core's
-  tile. `dsa_attention_wide_triton` is for latents wider than 128 columns, with products heads by
-  keys.
-- `dsa_attention_per_head_triton`: with a key per head, gathered rows do not form a matrix that
-  heads share. All tiles in which some query chose some key are multiplied, masked by one bit per
-  key.
+- `forward_triton`, `backward_triton`: one program per query and block of heads gathers the chosen
+  keys. Products are keys by heads, so that even a few heads fill a tensor core's tile.
+  `wide_triton` and `wide_backward_triton` are for latents wider than 128 columns, with products
+  heads by keys.
+- `per_head_triton`: with a key per head, gathered rows do not form a matrix that heads share. All
+  tiles in which some query chose some key are multiplied, masked by one bit per key.
 
 No tensor of size `[b, heads, sq, sk]` is allocated, and no gathered key is written to memory. The
 backward keeps the inputs, the indices, the log-sum-exp of each row, and the output as two terms:

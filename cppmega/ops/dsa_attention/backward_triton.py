@@ -1,18 +1,24 @@
-"""The backward of DSA's absorbed sparse attention on CUDA: one program per query and head block.
+"""The backward of DSA's absorbed sparse attention on CUDA.
 
-A program gathers its chosen keys again and computes, keys by heads,
+Grid: (queries x batch, blocks of heads). A program holds the Q and dO of its heads, delta and the
+accumulator of dQ `[V + R, BLOCK_H]` in fp32. It reads Q, dO, O, `rest` and the log-sum-exps once,
+gathers its chosen keys again, BLOCK_N at a time, and computes, keys by heads,
 
     P^T = exp(K Q^T - lse)    dP^T = V dO^T    dS^T = P^T (dP^T - delta)
     dQ^T = K^T dS^T           dK = dS^T Q + [P^T dO | 0]
 
-dS enters the product for dQ as two terms in the input's type: its sum over the keys is zero, so
-where keys resemble one another, the product cancels to a value much smaller than its terms.
+dQ is written once. dS enters its product as two terms in the input's type: the sum of dS over the
+keys is zero, so where keys resemble one another, the product cancels to a value much smaller than
+its terms.
 
 dK is the contribution of one query to each of its keys. By default the contributions are
 accumulated by fp32 atomics, four numbers at a time. In the deterministic mode each is written once,
-in the type of the keys, and summed in a fixed order (see `dsa_attention_order_triton`); P and dS
-then enter this product as two terms as well, so that the rounding of the contributions is the only
-one.
+in the type of the keys, and summed in a fixed order (see `order_triton`); P and dS then enter this
+product as two terms as well, so that the rounding of the contributions is the only one.
+
+The limits are registers (three programs fit on an SM of sm_90) and the traffic of the
+contributions: atomics take over a quarter of the time on an H200. The deterministic mode writes and
+reads the contributions once, at the rate of HBM (`benchmarks/results/dsa_attention_designs.md`).
 """
 
 from __future__ import annotations
@@ -37,84 +43,93 @@ SCRATCH_BYTES = 1 << 28
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _contribute(into, columns, x, there, WIDTH: tl.constexpr, ATOMIC: tl.constexpr):  # type: ignore[no-untyped-def]
+def _contribute(rows, offs_d, x, mask_n, WIDTH: tl.constexpr, ATOMIC: tl.constexpr):  # type: ignore[no-untyped-def]
     """Add rows to the gradients of keys, or write them to their slots."""
-    mask = there[:, None] & (columns < WIDTH)[None, :]
+    mask = mask_n[:, None] & (offs_d < WIDTH)[None, :]
     if ATOMIC:
-        tl.atomic_add(into[:, None] + columns[None, :], x, mask=mask, sem="relaxed")
+        tl.atomic_add(rows[:, None] + offs_d[None, :], x, mask=mask, sem="relaxed")
     else:
-        tl.store(into[:, None] + columns[None, :], x.to(into.dtype.element_ty), mask=mask)
+        tl.store(rows[:, None] + offs_d[None, :], x.to(rows.dtype.element_ty), mask=mask)
 
 
 @on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _backward_kernel(  # type: ignore[no-untyped-def]
-    query, key, indices, starts, ends, bound_batch, bound_row, out, rest, lse, grad, dq,
+    query, key, indices, starts, ends, bound_batch, bound_row, out, rest, lse, do_ptr, dq_ptr,
     bits, first, contributions, scale, log2_scale, sq, sk, topk, batch, words, b0, q0, part, region,
     q_row, q_batch, q_head, k_row, k_batch, g_row, g_batch, g_head,
-    HEADS: tl.constexpr, H: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr,
-    R: tl.constexpr, R_PAD: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_H: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr,
+    R: tl.constexpr, R_PAD: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     ATOMIC: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    near = tl.program_id(0) % part
+    """dQ of one query and a block of heads, and its contributions to the gradients of its keys."""
+    row_in_part = tl.program_id(0) % part
     b = (b0 + tl.program_id(0) // part).to(tl.int64)
-    s = (q0 + near).to(tl.int64)
-    start, end = bounds_of_row(starts, ends, b, s, sq, sk, bound_batch, bound_row, CAUSAL)
-    heads = tl.program_id(1) * H + tl.arange(0, H)
-    inside = heads < HEADS
-    lane, v, r = tl.arange(0, KEYS), tl.arange(0, V_PAD), tl.arange(0, R_PAD)
-    chosen = indices + (b * sq + s) * topk
+    row = (q0 + row_in_part).to(tl.int64)
+    start, end = bounds_of_row(starts, ends, b, row, sq, sk, bound_batch, bound_row, CAUSAL)
+    offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask_h = offs_h < HEADS
+    offs_n, offs_v, offs_r = tl.arange(0, BLOCK_N), tl.arange(0, V_PAD), tl.arange(0, R_PAD)
+    row_indices = indices + (b * sq + row) * topk
     key += b * k_batch
-    rows = query + s * q_row + b * q_batch
-    place = (s * batch + b) * HEADS + heads
-    q_latent = gathered(rows, heads, inside, q_head, V, V_PAD)
+    q_ptr = query + row * q_row + b * q_batch
+    offs_lse = (row * batch + b) * HEADS + offs_h
+    q_latent = gathered(q_ptr, offs_h, mask_h, q_head, V, V_PAD)
     if R > 0:
-        q_rotary = gathered(rows + V, heads, inside, q_head, R, R_PAD)
-        sum_rotary = tl.zeros([R_PAD, H], tl.float32)
-    sum_latent = tl.zeros([V_PAD, H], tl.float32)
-    upstream = gathered(grad + s * g_row + b * g_batch, heads, inside, g_head, V, V_PAD)
-    by_row = tl.load(lse + place, mask=inside, other=float("inf"))
-    output = gathered(out, place, inside, V, V, V_PAD).to(tl.float32)
-    output += gathered(rest, place, inside, V, V, V_PAD).to(tl.float32)
-    delta = tl.sum(output * upstream.to(tl.float32), axis=1)
-    for block in range(0, topk, KEYS):
-        at = tl.load(chosen + block + lane, mask=block + lane < topk, other=-1).to(tl.int32)
-        there = visible(at, start, end)
-        latent = gathered(key, at, there, k_row, V, V_PAD)
-        scores = tl.dot(latent, tl.trans(q_latent), input_precision="ieee")
+        q_rotary = gathered(q_ptr + V, offs_h, mask_h, q_head, R, R_PAD)
+        dq_rotary = tl.zeros([R_PAD, BLOCK_H], tl.float32)
+    dq_latent = tl.zeros([V_PAD, BLOCK_H], tl.float32)
+    do = gathered(do_ptr + row * g_row + b * g_batch, offs_h, mask_h, g_head, V, V_PAD)
+    lse_i = tl.load(lse + offs_lse, mask=mask_h, other=float("inf"))
+    o = gathered(out, offs_lse, mask_h, V, V, V_PAD).to(tl.float32)
+    o += gathered(rest, offs_lse, mask_h, V, V, V_PAD).to(tl.float32)
+    delta = tl.sum(o * do.to(tl.float32), axis=1)
+    for first_slot in range(0, topk, BLOCK_N):
+        key_n = tl.load(
+            row_indices + first_slot + offs_n, mask=first_slot + offs_n < topk, other=-1
+        ).to(tl.int32)
+        mask_n = visible(key_n, start, end)
+        k_latent = gathered(key, key_n, mask_n, k_row, V, V_PAD)
+        s = tl.dot(k_latent, tl.trans(q_latent), input_precision="ieee")
         if R > 0:
-            rotary = gathered(key + V, at, there, k_row, R, R_PAD)
-            scores = tl.dot(rotary, tl.trans(q_rotary), scores, input_precision="ieee")
-        p = tl.exp2(scores * log2_scale - by_row[None, :])
-        p = tl.where(there[:, None], p, 0.0)
-        dp = tl.dot(latent, tl.trans(upstream), input_precision="ieee")
+            k_rotary = gathered(key + V, key_n, mask_n, k_row, R, R_PAD)
+            s = tl.dot(k_rotary, tl.trans(q_rotary), s, input_precision="ieee")
+        p = tl.exp2(s * log2_scale - lse_i[None, :])
+        p = tl.where(mask_n[:, None], p, 0.0)
+        dp = tl.dot(k_latent, tl.trans(do), input_precision="ieee")
         ds = p * (dp - delta[None, :]) * scale
-        high = ds.to(latent.dtype)
-        low = (ds - high.to(tl.float32)).to(latent.dtype)
-        sum_latent = tl.dot(tl.trans(latent), high, sum_latent, input_precision="ieee")
-        sum_latent = tl.dot(tl.trans(latent), low, sum_latent, input_precision="ieee")
+        high = ds.to(k_latent.dtype)
+        low = (ds - high.to(tl.float32)).to(k_latent.dtype)
+        dq_latent = tl.dot(tl.trans(k_latent), high, dq_latent, input_precision="ieee")
+        dq_latent = tl.dot(tl.trans(k_latent), low, dq_latent, input_precision="ieee")
         if R > 0:
-            sum_rotary = tl.dot(tl.trans(rotary), high, sum_rotary, input_precision="ieee")
-            sum_rotary = tl.dot(tl.trans(rotary), low, sum_rotary, input_precision="ieee")
+            dq_rotary = tl.dot(tl.trans(k_rotary), high, dq_rotary, input_precision="ieee")
+            dq_rotary = tl.dot(tl.trans(k_rotary), low, dq_rotary, input_precision="ieee")
         if ATOMIC:
-            into = contributions + (at.to(tl.int64) * batch + b) * (V + R)
+            contribution = contributions + (key_n.to(tl.int64) * batch + b) * (V + R)
         else:
-            pair = place_of(bits, first, b, at, near, there, sk, words).to(tl.int64)
-            pair += (tl.program_id(0) // part).to(tl.int64) * region
-            into = contributions + (pair * tl.num_programs(1) + tl.program_id(1)) * (V + R)
-        none = tl.zeros([KEYS, V_PAD], tl.float32)
-        d_latent = product(p, upstream, product(ds, q_latent, none, SPLIT), SPLIT)
-        _contribute(into, v, d_latent, there, V, ATOMIC)
+            slot = place_of(bits, first, b, key_n, row_in_part, mask_n, sk, words).to(tl.int64)
+            slot += (tl.program_id(0) // part).to(tl.int64) * region
+            contribution = contributions + (slot * tl.num_programs(1) + tl.program_id(1)) * (V + R)
+        zeros = tl.zeros([BLOCK_N, V_PAD], tl.float32)
+        dk_latent = product(p, do, product(ds, q_latent, zeros, SPLIT), SPLIT)
+        _contribute(contribution, offs_v, dk_latent, mask_n, V, ATOMIC)
         if R > 0:
-            d_rotary = product(ds, q_rotary, tl.zeros([KEYS, R_PAD], tl.float32), SPLIT)
-            _contribute(into + V, r, d_rotary, there, R, ATOMIC)
-    into_dq = dq + place * (V + R)
-    rounded_dq = sum_latent.to(dq.dtype.element_ty)
-    tl.store(into_dq[None, :] + v[:, None], rounded_dq, mask=inside[None, :] & (v < V)[:, None])
+            dk_rotary = product(ds, q_rotary, tl.zeros([BLOCK_N, R_PAD], tl.float32), SPLIT)
+            _contribute(contribution + V, offs_r, dk_rotary, mask_n, R, ATOMIC)
+    dq_ptrs = dq_ptr + offs_lse * (V + R)
+    rounded_dq = dq_latent.to(dq_ptr.dtype.element_ty)
+    tl.store(
+        dq_ptrs[None, :] + offs_v[:, None], rounded_dq, mask=mask_h[None, :] & (offs_v < V)[:, None]
+    )
     if R > 0:
-        rounded_dq = sum_rotary.to(dq.dtype.element_ty)
-        into_dq += V
-        tl.store(into_dq[None, :] + r[:, None], rounded_dq, mask=inside[None, :] & (r < R)[:, None])
+        rounded_dq = dq_rotary.to(dq_ptr.dtype.element_ty)
+        dq_ptrs += V
+        tl.store(
+            dq_ptrs[None, :] + offs_r[:, None],
+            rounded_dq,
+            mask=mask_h[None, :] & (offs_r < R)[:, None],
+        )
 
 
 def parts(sq: int, batch: int, bytes_of_query: int) -> tuple[int, int]:
@@ -189,7 +204,7 @@ class Backward:
             call.softmax_scale, call.softmax_scale * LOG2_E, sq, sk, topk, batch,
             0 if order is None else order.words, elements[0], queries[0], rows, region,
             *call.strides(), *self.grad.stride()[:3],
-            H=tiles.heads, V_PAD=self.pads[0], R_PAD=self.pads[1], KEYS=tiles.keys,
+            BLOCK_H=tiles.heads, V_PAD=self.pads[0], R_PAD=self.pads[1], BLOCK_N=tiles.keys,
             ATOMIC=atomic, SPLIT=not atomic and call.query.dtype != torch.float32,
             **call.common(), num_warps=WARPS, num_stages=tiles.stages, **self.options,
         )  # fmt: skip

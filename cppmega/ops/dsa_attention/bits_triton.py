@@ -3,6 +3,10 @@
 The bits of a query's keys are adjacent; for the gradients of keys, a second copy has the bits of a
 key's queries adjacent. Marks record which units of 32 queries by 32 keys have a bit set; from them,
 a list is built for each tile of the tiles with which it shares a set bit.
+
+`_lists_kernel` has the grid tiles x batch. A program reads the marks of its tile once, CHUNK
+candidates at a time, and writes one list and its length. Its loop over the chunks is serial, and
+there is one mark per 1024 pairs of a query and a key: latency limits it, not memory bandwidth.
 """
 
 from __future__ import annotations

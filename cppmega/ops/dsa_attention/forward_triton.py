@@ -1,14 +1,19 @@
-"""The forward of DSA's absorbed sparse attention on CUDA: one program per query and block of heads.
+"""The forward of DSA's absorbed sparse attention on CUDA.
 
-A latent key is [latent | rotary], and its latent part is also the value. Products are keys by
-heads, `S^T = K Q^T` and `O^T = V^T P^T`: a tensor core's tile has 64 rows, which the chosen keys
-fill but the heads of a rank often do not. A program gathers its keys in blocks, prefetching the
-next block while it processes the current one, and keeps a running maximum.
+Grid: (queries x batch, blocks of heads). A latent key is [latent | rotary], and its latent part is
+also the value. A program holds the Q of its heads, m_i, l_i and acc `[V, BLOCK_H]` in fp32. It
+gathers the chosen keys once, BLOCK_N at a time, prefetching the next block while it processes the
+current one, and writes O and the log-sum-exps once. Latency limits it: registers decide how many
+programs share an SM to hide it, so blocks of 64 keys are faster than larger ones
+(`benchmarks/results/dsa_attention_designs.md`).
+
+Products are keys by heads, `S^T = K Q^T` and `O^T = V^T P^T`: a tensor core's tile has 64 rows,
+which the chosen keys fill but the heads of a rank often do not.
 
 If gradients are needed, P enters its product as two terms in the input's type, and the rounding
-error of the output is kept as `rest`. Delta, which the backward subtracts, is the product of the
-output and its gradient; where one score is far above the others, dS is a small difference of large
-numbers, and the error of a delta computed from the rounded output would dominate it.
+error of the output is written as `rest`. Delta, which the backward subtracts, is the product of O
+and dO; where one score is far above the others, dS is a small difference of large numbers, and the
+error of a delta computed from the rounded output would dominate it.
 """
 
 from __future__ import annotations
@@ -54,10 +59,10 @@ def tiles_of(heads: int, width: int, gpu: Gpu) -> Tiles:
 @triton.jit  # type: ignore[untyped-decorator]
 def gathered(base, at, there, step, D: tl.constexpr, D_PAD: tl.constexpr):  # type: ignore[no-untyped-def]
     """Rows `at` of a matrix, `[rows, D_PAD]`, zero where `there` is false."""
-    d = tl.arange(0, D_PAD)
+    offs_d = tl.arange(0, D_PAD)
     return tl.load(
-        base + at.to(tl.int64)[:, None] * step + d[None, :],
-        mask=there[:, None] & (d < D)[None, :],
+        base + at.to(tl.int64)[:, None] * step + offs_d[None, :],
+        mask=there[:, None] & (offs_d < D)[None, :],
         other=0.0,
     )
 
@@ -67,56 +72,61 @@ def gathered(base, at, there, step, D: tl.constexpr, D_PAD: tl.constexpr):  # ty
 def _forward_kernel(  # type: ignore[no-untyped-def]
     query, key, indices, starts, ends, bound_batch, bound_row, out, rest, lse, scale, sq, sk, topk,
     batch, q_row, q_batch, q_head, k_row, k_batch,
-    HEADS: tl.constexpr, H: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr,
-    R: tl.constexpr, R_PAD: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_H: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr,
+    R: tl.constexpr, R_PAD: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     REST: tl.constexpr,
 ):  # fmt: skip
+    """O of one query and a block of heads, its rounding error, and the log-sum-exps in base 2."""
     b = (tl.program_id(0) // sq).to(tl.int64)
-    s = (tl.program_id(0) % sq).to(tl.int64)
-    start, end = bounds_of_row(starts, ends, b, s, sq, sk, bound_batch, bound_row, CAUSAL)
-    heads = tl.program_id(1) * H + tl.arange(0, H)
-    lane = tl.arange(0, KEYS)
-    chosen = indices + (b * sq + s) * topk
+    row = (tl.program_id(0) % sq).to(tl.int64)
+    start, end = bounds_of_row(starts, ends, b, row, sq, sk, bound_batch, bound_row, CAUSAL)
+    offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    offs_n = tl.arange(0, BLOCK_N)
+    row_indices = indices + (b * sq + row) * topk
     key += b * k_batch
-    rows = query + s * q_row + b * q_batch
-    q_latent = gathered(rows, heads, heads < HEADS, q_head, V, V_PAD)
+    q_ptr = query + row * q_row + b * q_batch
+    q_latent = gathered(q_ptr, offs_h, offs_h < HEADS, q_head, V, V_PAD)
     if R > 0:
-        q_rotary = gathered(rows + V, heads, heads < HEADS, q_head, R, R_PAD)
-    top = tl.full([H], -3.0e38, tl.float32)
-    total = tl.zeros([H], tl.float32)
-    acc = tl.zeros([V_PAD, H], tl.float32)
-    for first in range(0, topk, KEYS):
-        at = tl.load(chosen + first + lane, mask=first + lane < topk, other=-1).to(tl.int32)
-        there = visible(at, start, end)
-        latent = gathered(key, at, there, k_row, V, V_PAD)
-        scores = tl.dot(latent, tl.trans(q_latent), input_precision="ieee")
+        q_rotary = gathered(q_ptr + V, offs_h, offs_h < HEADS, q_head, R, R_PAD)
+    m_i = tl.full([BLOCK_H], -3.0e38, tl.float32)
+    l_i = tl.zeros([BLOCK_H], tl.float32)
+    acc = tl.zeros([V_PAD, BLOCK_H], tl.float32)
+    for first in range(0, topk, BLOCK_N):
+        key_n = tl.load(row_indices + first + offs_n, mask=first + offs_n < topk, other=-1).to(
+            tl.int32
+        )
+        mask_n = visible(key_n, start, end)
+        k_latent = gathered(key, key_n, mask_n, k_row, V, V_PAD)
+        s = tl.dot(k_latent, tl.trans(q_latent), input_precision="ieee")
         if R > 0:
-            rotary = gathered(key + V, at, there, k_row, R, R_PAD)
-            scores = tl.dot(rotary, tl.trans(q_rotary), scores, input_precision="ieee")
-        scores = tl.where(there[:, None], scores * scale, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, axis=0))
-        p = tl.exp2(scores - higher[None, :])
-        shrink = tl.exp2(top - higher)
-        total = total * shrink + tl.sum(p, axis=0)
-        high = p.to(latent.dtype)
-        acc = tl.dot(tl.trans(latent), high, acc * shrink[None, :], input_precision="ieee")
+            k_rotary = gathered(key + V, key_n, mask_n, k_row, R, R_PAD)
+            s = tl.dot(k_rotary, tl.trans(q_rotary), s, input_precision="ieee")
+        s = tl.where(mask_n[:, None], s * scale, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(s, axis=0))
+        p = tl.exp2(s - m_new[None, :])
+        alpha = tl.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(p, axis=0)
+        high = p.to(k_latent.dtype)
+        acc = tl.dot(tl.trans(k_latent), high, acc * alpha[None, :], input_precision="ieee")
         if REST:
-            low = (p - high.to(tl.float32)).to(latent.dtype)
-            acc = tl.dot(tl.trans(latent), low, acc, input_precision="ieee")
-        top = higher
-    some = total > 0.0
-    acc = acc * tl.where(some, 1.0 / tl.where(some, total, 1.0), 0.0)[None, :]
-    place = (s * batch + b) * HEADS + heads
+            low = (p - high.to(tl.float32)).to(k_latent.dtype)
+            acc = tl.dot(tl.trans(k_latent), low, acc, input_precision="ieee")
+        m_i = m_new
+    has_keys = l_i > 0.0
+    acc = acc * tl.where(has_keys, 1.0 / tl.where(has_keys, l_i, 1.0), 0.0)[None, :]
+    offs_lse = (row * batch + b) * HEADS + offs_h
     # An infinite log-sum-exp makes all probabilities zero in a row without keys.
-    by_row = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), float("inf"))
-    tl.store(lse + place, by_row, mask=heads < HEADS)
-    v = tl.arange(0, V_PAD)
-    into = place[None, :] * V + v[:, None]
-    inside = (heads < HEADS)[None, :] & (v < V)[:, None]
+    lse_i = tl.where(has_keys, m_i + tl.log2(tl.where(has_keys, l_i, 1.0)), float("inf"))
+    tl.store(lse + offs_lse, lse_i, mask=offs_h < HEADS)
+    offs_v = tl.arange(0, V_PAD)
+    offs_o = offs_lse[None, :] * V + offs_v[:, None]
+    mask_o = (offs_h < HEADS)[None, :] & (offs_v < V)[:, None]
     rounded = acc.to(out.dtype.element_ty)
-    tl.store(out + into, rounded, mask=inside)
+    tl.store(out + offs_o, rounded, mask=mask_o)
     if REST:
-        tl.store(rest + into, (acc - rounded.to(tl.float32)).to(rest.dtype.element_ty), mask=inside)
+        tl.store(
+            rest + offs_o, (acc - rounded.to(tl.float32)).to(rest.dtype.element_ty), mask=mask_o
+        )
 
 
 def forward(call: Absorbed, *, want_rest: bool) -> Attended:
@@ -129,8 +139,8 @@ def forward(call: Absorbed, *, want_rest: bool) -> Attended:
         _forward_kernel[(batch * sq, triton.cdiv(call.heads, tiles.heads))](
             call.query, call.key, call.indices, *call.bounds[:2], *call.bounds.strides,
             out, out if rest is None else rest, lse, call.softmax_scale * LOG2_E,
-            sq, sk, topk, batch, *call.strides(), H=tiles.heads, V_PAD=pads[0], R_PAD=pads[1],
-            KEYS=tiles.keys, REST=want_rest, **call.common(),
+            sq, sk, topk, batch, *call.strides(), BLOCK_H=tiles.heads, V_PAD=pads[0], R_PAD=pads[1],
+            BLOCK_N=tiles.keys, REST=want_rest, **call.common(),
             num_warps=WARPS, num_stages=tiles.stages,
         )  # fmt: skip
     return attended

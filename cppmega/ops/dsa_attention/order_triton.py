@@ -1,4 +1,4 @@
-"""Sum the contributions of queries to the gradients of their keys, in a fixed order, no atomics.
+"""Sum the contributions of queries to the gradients of their keys, in a fixed order.
 
 A query contributes one row to the gradient of each key it chose. With atomics the sum would depend
 on the order in which programs finish, and each addition would cost a read and a write in fp32.
@@ -11,6 +11,14 @@ kernel sums the contributions of each key, which are adjacent and ordered by que
 
 The slot of a pair is `first` of its word plus the number of lower bits set in it. The stored
 contributions are rounded to the type of the keys (not rounded for wide keys), and summed in fp32.
+
+- `_bits_kernel`: grid queries x batch. A program reads the indices of its query once and sets one
+  bit for each by an atomic or.
+- `_count_kernel`: grid blocks of BLOCK words, each read once; their counts are written once.
+- `_sum_kernel`: grid (keys x batch, blocks of COLUMNS). A program holds one fp32 sum per column,
+  reads the contributions to its key once, ROWS at a time, and writes the gradient once. It takes
+  most of the time and runs at the rate of HBM on an H200
+  (`benchmarks/results/dsa_attention_designs.md`).
 """
 
 from __future__ import annotations
@@ -111,18 +119,18 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     lane = tl.arange(0, ROWS)
     rows = contributions + (near * region + begin) * EACH * D
-    sums = tl.zeros([COLUMNS], tl.float32)
+    acc = tl.zeros([COLUMNS], tl.float32)
     for at in range(0, (end - begin) * EACH, ROWS):
         found = tl.load(
             rows + (at + lane).to(tl.int64)[:, None] * D + d[None, :],
             mask=(at + lane < (end - begin) * EACH)[:, None] & (d < D)[None, :],
             other=0.0,
         )
-        sums += tl.sum(found.to(tl.float32), axis=0)
+        acc += tl.sum(found.to(tl.float32), axis=0)
     into = total + key * out_row + near * out_batch + d
     if ADD:
-        sums += tl.load(into, mask=d < D, other=0.0)
-    tl.store(into, sums.to(total.dtype.element_ty), mask=d < D)
+        acc += tl.load(into, mask=d < D, other=0.0)
+    tl.store(into, acc.to(total.dtype.element_ty), mask=d < D)
 
 
 class Order:

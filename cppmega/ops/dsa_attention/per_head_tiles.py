@@ -31,8 +31,8 @@ class Tile(NamedTuple):
     def options(self) -> dict[str, Any]:
         """The launch options."""
         return {
-            "QUERIES": self.queries,
-            "KEYS": self.keys,
+            "BLOCK_M": self.queries,
+            "BLOCK_N": self.keys,
             "BITS": UNIT,
             "num_warps": self.warps,
             "num_stages": self.stages,

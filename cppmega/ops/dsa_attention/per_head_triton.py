@@ -2,13 +2,26 @@
 
 A gathered key of a single head is a vector, on which tensor cores cannot be used. Tiles of queries
 and keys are therefore multiplied as in flash attention, masked by one bit per query and key; tiles
-without any set bit are not in the list over which a program iterates (`dsa_attention_bits_triton`).
+without any set bit are not in the list over which a program iterates (`bits_triton`).
+
+- `_forward_kernel`: grid tiles of queries x heads x batch. A program holds BLOCK_M queries, m_i,
+  l_i and acc `[BLOCK_M, V]` in fp32. It reads K and V once per listed tile and writes O once; with
+  gradients also its rounding error (`rest`) and the log-sum-exps.
+- `_query_kernel`: the same grid. A program holds Q, dO and the accumulator of dQ; it reads out and
+  `rest` once for delta, K and V once per listed tile, and writes delta and dQ once.
+- `_key_kernel`: grid tiles of keys x heads x batch. A program holds K, V and the accumulators of dK
+  and dV, which it writes once; it reads Q, dO, the log-sum-exps and delta once per listed tile.
+- `_shared_kernel`: grid blocks of 16 rows. It reads the contributions of all heads to a shared key
+  once and writes their sum once; it is limited by memory bandwidth.
+
+Tensor cores limit the first three: a listed tile is multiplied completely, however few of its bits
+are set. Registers limit the size of the tiles (`per_head_tiles`).
 
 For products, dS is split into two terms in the type of the inputs, and so is P if the gradient of
-the output is needed; everything else is fp32. Delta is the product of the upstream gradient with
-the output and its rounding error (`rest`), see `dsa_attention_forward_triton`. No floating-point
-sum is atomic: each has a fixed order, independent of the batch and of the parts in which the
-queries are processed, so results are bitwise reproducible.
+the output is needed; everything else is fp32. Delta is the product of dO with the output and its
+rounding error, see `forward_triton`. No floating-point sum is atomic: each has a fixed order,
+independent of the batch and of the parts in which the queries are processed, so results are bitwise
+reproducible.
 """
 
 from __future__ import annotations
@@ -23,16 +36,16 @@ from torch import Tensor
 from cppmega.ops.common.bits_triton import UNIT, chosen
 from cppmega.ops.common.device import contiguous_rows, gpu_of
 from cppmega.ops.common.launch import on_its_device
-from cppmega.ops.common.tiles_triton import LOG2_E, padded, rows_of
+from cppmega.ops.common.tiles_triton import LOG2_E, padded, product, rows_of
 from cppmega.ops.dsa_attention.bits_triton import Bits, Lists
 from cppmega.ops.dsa_attention.per_head_tiles import tiles_for, widths_of
 
-P_TERMS, DS_TERMS = 1, 2
-"""Number of terms in the inputs' type into which P and dS are split for their products.
+SPLIT_P, SPLIT_DS = False, True
+"""Whether the backward splits P and dS into two terms in the inputs' type for their products.
 
 With one term of dS the errors of dq and dk are 1.4 to 2 times those of rounding exact results; with
-two they are 1.0 times, as long as P has two in the forward. With one term of P here, the error of
-dv is 1.4 times.
+two they are 1.0 times, as long as the forward splits P. With one term of P here, the error of dv is
+1.4 times.
 """
 
 
@@ -46,208 +59,197 @@ def _tile_of_program(HEADS: tl.constexpr, tiles, reverse: tl.constexpr):  # type
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _add_product(left, right, sums, TERMS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """sums + left @ right, with left rounded to the type of right, or split into two such terms."""
-    high = left.to(right.dtype)
-    sums = tl.dot(high, right, sums, input_precision="ieee")
-    if TERMS == 2:
-        low = (left - high.to(tl.float32)).to(right.dtype)
-        sums = tl.dot(low, right, sums, input_precision="ieee")
-    return sums
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _store(  # type: ignore[no-untyped-def]
-    out, sums, row, inside, step, by, WIDTH: tl.constexpr, PAD: tl.constexpr
+    out, acc, row, inside, step, factor, WIDTH: tl.constexpr, PAD: tl.constexpr
 ):
-    """Store the sums of a tile's rows, multiplied by `by`."""
-    d = tl.arange(0, PAD)
-    place = out + row.to(tl.int64)[:, None] * step + d[None, :]
-    mask = inside[:, None] & (d < WIDTH)[None, :]
-    tl.store(place, (sums * by).to(out.dtype.element_ty), mask=mask)
+    """Store the rows of an accumulator, multiplied by `factor`."""
+    offs_d = tl.arange(0, PAD)
+    ptrs = out + row.to(tl.int64)[:, None] * step + offs_d[None, :]
+    mask = inside[:, None] & (offs_d < WIDTH)[None, :]
+    tl.store(ptrs, (acc * factor).to(out.dtype.element_ty), mask=mask)
 
 
 @on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _forward_kernel(  # type: ignore[no-untyped-def]
-    query, key, value, bits, lists, counts, out, rest, lse, scale, sq, sk, q0, words, tiles, others,
+    q_ptr, k_ptr, v_ptr, bits, lists, counts, out, rest, lse,
+    scale, sq, sk, q0, words, tiles, others,
     q_row, q_batch, q_head, k_row, k_batch, k_head, v_row, v_batch, v_head, o_row,
     HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, E: tl.constexpr,
     E_PAD: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, BITS: tl.constexpr, P_TERMS: tl.constexpr,
-    REST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BITS: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """The output of a tile of one head's queries, and the log2 of the sums of exponentials."""
+    """O of a tile of one head's queries, its rounding error, and the log-sum-exps in base 2."""
     b, head, tile = _tile_of_program(HEADS, tiles, True)
-    near = tile * QUERIES + tl.arange(0, QUERIES)
-    row = q0 + near
-    inside = row < sq
-    query += b * q_batch + head * q_head
-    key += b * k_batch + head * k_head
-    value += b * v_batch + head * v_head
-    queries = rows_of(query, row, q_row, inside, D, D_PAD)
+    offs_part = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_m = q0 + offs_part
+    inside = offs_m < sq
+    q_ptr += b * q_batch + head * q_head
+    k_ptr += b * k_batch + head * k_head
+    v_ptr += b * v_batch + head * v_head
+    q = rows_of(q_ptr, offs_m, q_row, inside, D, D_PAD)
     if E > 0:
-        queries_2 = rows_of(query + D, row, q_row, inside, E, E_PAD)
-    word = bits + (b * tiles * QUERIES + near) * words
-    top = tl.full([QUERIES], -3.0e38, tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
-    sums = tl.zeros([QUERIES, V_PAD], tl.float32)
+        q_2 = rows_of(q_ptr + D, offs_m, q_row, inside, E, E_PAD)
+    word = bits + (b * tiles * BLOCK_M + offs_part) * words
+    m_i = tl.full([BLOCK_M], -3.0e38, tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, V_PAD], tl.float32)
     lists += (b * tiles + tile) * others
-    at = tl.load(lists)
+    tile_n = tl.load(lists)
     for step in range(0, tl.load(counts + b * tiles + tile)):
-        following = tl.load(lists + step + 1)
-        lane = at * KEYS + tl.arange(0, KEYS)
-        keys = rows_of(key, lane, k_row, lane < sk, D, D_PAD)
-        s = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        next_n = tl.load(lists + step + 1)
+        offs_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        k = rows_of(k_ptr, offs_n, k_row, offs_n < sk, D, D_PAD)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
         if E > 0:
-            keys_2 = rows_of(key + D, lane, k_row, lane < sk, E, E_PAD)
-            s = tl.dot(queries_2, tl.trans(keys_2), s, input_precision="ieee")
-        seen = chosen(word + at * (KEYS // BITS), tl.arange(0, KEYS), BITS)
-        s = tl.where(seen, s * scale, float("-inf"))
-        higher = tl.maximum(top, tl.max(s, axis=1))
-        p = tl.exp2(s - higher[:, None])
-        by = tl.exp2(top - higher)
-        total = total * by + tl.sum(p, axis=1)
-        values = rows_of(value, lane, v_row, lane < sk, V, V_PAD)
-        sums = _add_product(p, values, sums * by[:, None], P_TERMS)
-        top = higher
-        at = following
-    empty = total == 0.0
-    sums = sums / tl.where(empty, 1.0, total)[:, None]
-    d = tl.arange(0, V_PAD)
-    place = row.to(tl.int64)[:, None] * o_row + (b * HEADS + head) * V + d[None, :]
-    mask = inside[:, None] & (d < V)[None, :]
-    rounded = sums.to(out.dtype.element_ty)
-    tl.store(out + place, rounded, mask=mask)
+            k_2 = rows_of(k_ptr + D, offs_n, k_row, offs_n < sk, E, E_PAD)
+            s = tl.dot(q_2, tl.trans(k_2), s, input_precision="ieee")
+        chosen_mn = chosen(word + tile_n * (BLOCK_N // BITS), tl.arange(0, BLOCK_N), BITS)
+        s = tl.where(chosen_mn, s * scale, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(s, axis=1))
+        p = tl.exp2(s - m_new[:, None])
+        alpha = tl.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(p, axis=1)
+        v = rows_of(v_ptr, offs_n, v_row, offs_n < sk, V, V_PAD)
+        acc = product(p, v, acc * alpha[:, None], REST)
+        m_i = m_new
+        tile_n = next_n
+    empty = l_i == 0.0
+    acc = acc / tl.where(empty, 1.0, l_i)[:, None]
+    offs_d = tl.arange(0, V_PAD)
+    offs_o = offs_m.to(tl.int64)[:, None] * o_row + (b * HEADS + head) * V + offs_d[None, :]
+    mask_o = inside[:, None] & (offs_d < V)[None, :]
+    rounded = acc.to(out.dtype.element_ty)
+    tl.store(out + offs_o, rounded, mask=mask_o)
     if REST:
-        less = (sums - rounded.to(tl.float32)).to(rest.dtype.element_ty)
-        tl.store(rest + place, less, mask=mask)
-        sum_log = tl.where(empty, float("inf"), top + tl.log2(total))
-        tl.store(lse + (b * HEADS + head) * sq + row, sum_log, mask=inside)
+        residual = (acc - rounded.to(tl.float32)).to(rest.dtype.element_ty)
+        tl.store(rest + offs_o, residual, mask=mask_o)
+        lse_i = tl.where(empty, float("inf"), m_i + tl.log2(l_i))
+        tl.store(lse + (b * HEADS + head) * sq + offs_m, lse_i, mask=inside)
 
 
 @on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _query_kernel(  # type: ignore[no-untyped-def]
-    query, key, value, bits, lists, counts, out, rest, upstream, lse, delta, dq,
+    q_ptr, k_ptr, v_ptr, bits, lists, counts, out, rest, do_ptr, lse, delta_ptr, dq,
     scale, softmax_scale, sq, sk, q0, words, tiles, others,
     q_row, q_batch, q_head, k_row, k_batch, k_head, v_row, v_batch, v_head,
     g_row, g_batch, g_head, o_row, dq_row,
     HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, E: tl.constexpr,
     E_PAD: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, BITS: tl.constexpr, DS_TERMS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BITS: tl.constexpr, SPLIT_DS: tl.constexpr,
 ):  # fmt: skip
-    """dq and delta of a tile of one head's queries."""
+    """dQ and delta of a tile of one head's queries."""
     b, head, tile = _tile_of_program(HEADS, tiles, True)
-    near = tile * QUERIES + tl.arange(0, QUERIES)
-    row = q0 + near
-    inside = row < sq
-    query += b * q_batch + head * q_head
-    key += b * k_batch + head * k_head
-    value += b * v_batch + head * v_head
-    up = rows_of(upstream + b * g_batch + head * g_head, row, g_row, inside, V, V_PAD)
-    at_out = (b * HEADS + head) * V
-    result = rows_of(out + at_out, row, o_row, inside, V, V_PAD).to(tl.float32)
-    result += rows_of(rest + at_out, row, o_row, inside, V, V_PAD).to(tl.float32)
-    less = tl.sum(result * up.to(tl.float32), axis=1)
-    at_row = (b * HEADS + head) * sq + row
-    tl.store(delta + at_row, less, mask=inside)
-    sum_log = tl.load(lse + at_row, mask=inside, other=float("inf"))
-    queries = rows_of(query, row, q_row, inside, D, D_PAD)
-    sums = tl.zeros([QUERIES, D_PAD], tl.float32)
+    offs_part = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_m = q0 + offs_part
+    inside = offs_m < sq
+    q_ptr += b * q_batch + head * q_head
+    k_ptr += b * k_batch + head * k_head
+    v_ptr += b * v_batch + head * v_head
+    do = rows_of(do_ptr + b * g_batch + head * g_head, offs_m, g_row, inside, V, V_PAD)
+    head_o = (b * HEADS + head) * V
+    o = rows_of(out + head_o, offs_m, o_row, inside, V, V_PAD).to(tl.float32)
+    o += rows_of(rest + head_o, offs_m, o_row, inside, V, V_PAD).to(tl.float32)
+    delta = tl.sum(o * do.to(tl.float32), axis=1)
+    offs_lse = (b * HEADS + head) * sq + offs_m
+    tl.store(delta_ptr + offs_lse, delta, mask=inside)
+    lse_i = tl.load(lse + offs_lse, mask=inside, other=float("inf"))
+    q = rows_of(q_ptr, offs_m, q_row, inside, D, D_PAD)
+    acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
     if E > 0:
-        queries_2 = rows_of(query + D, row, q_row, inside, E, E_PAD)
-        sums_2 = tl.zeros([QUERIES, E_PAD], tl.float32)
-    word = bits + (b * tiles * QUERIES + near) * words
+        q_2 = rows_of(q_ptr + D, offs_m, q_row, inside, E, E_PAD)
+        acc_2 = tl.zeros([BLOCK_M, E_PAD], tl.float32)
+    word = bits + (b * tiles * BLOCK_M + offs_part) * words
     lists += (b * tiles + tile) * others
-    at = tl.load(lists)
+    tile_n = tl.load(lists)
     for step in range(0, tl.load(counts + b * tiles + tile)):
-        following = tl.load(lists + step + 1)
-        lane = at * KEYS + tl.arange(0, KEYS)
-        keys = rows_of(key, lane, k_row, lane < sk, D, D_PAD)
-        s = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        next_n = tl.load(lists + step + 1)
+        offs_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        k = rows_of(k_ptr, offs_n, k_row, offs_n < sk, D, D_PAD)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
         if E > 0:
-            keys_2 = rows_of(key + D, lane, k_row, lane < sk, E, E_PAD)
-            s = tl.dot(queries_2, tl.trans(keys_2), s, input_precision="ieee")
-        values = rows_of(value, lane, v_row, lane < sk, V, V_PAD)
-        dp = tl.dot(up, tl.trans(values), input_precision="ieee")
-        seen = chosen(word + at * (KEYS // BITS), tl.arange(0, KEYS), BITS)
-        p = tl.where(seen, tl.exp2(s * scale - sum_log[:, None]), 0.0)
-        ds = p * (dp - less[:, None])
-        sums = _add_product(ds, keys, sums, DS_TERMS)
+            k_2 = rows_of(k_ptr + D, offs_n, k_row, offs_n < sk, E, E_PAD)
+            s = tl.dot(q_2, tl.trans(k_2), s, input_precision="ieee")
+        v = rows_of(v_ptr, offs_n, v_row, offs_n < sk, V, V_PAD)
+        dp = tl.dot(do, tl.trans(v), input_precision="ieee")
+        chosen_mn = chosen(word + tile_n * (BLOCK_N // BITS), tl.arange(0, BLOCK_N), BITS)
+        p = tl.where(chosen_mn, tl.exp2(s * scale - lse_i[:, None]), 0.0)
+        ds = p * (dp - delta[:, None])
+        acc = product(ds, k, acc, SPLIT_DS)
         if E > 0:
-            sums_2 = _add_product(ds, keys_2, sums_2, DS_TERMS)
-        at = following
+            acc_2 = product(ds, k_2, acc_2, SPLIT_DS)
+        tile_n = next_n
     dq += (b * HEADS + head) * (D + E)
-    _store(dq, sums, row, inside, dq_row, softmax_scale, D, D_PAD)
+    _store(dq, acc, offs_m, inside, dq_row, softmax_scale, D, D_PAD)
     if E > 0:
-        _store(dq + D, sums_2, row, inside, dq_row, softmax_scale, E, E_PAD)
+        _store(dq + D, acc_2, offs_m, inside, dq_row, softmax_scale, E, E_PAD)
 
 
 @on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _key_kernel(  # type: ignore[no-untyped-def]
-    query, key, value, bits, lists, counts, upstream, lse, delta, dk, dv,
-    scale, by, sq, sk, q0, words, tiles, others,
+    q_ptr, k_ptr, v_ptr, bits, lists, counts, do_ptr, lse, delta_ptr, dk, dv,
+    scale, dk_factor, sq, sk, q0, words, tiles, others,
     q_row, q_batch, q_head, k_row, k_batch, k_head, v_row, v_batch, v_head,
     g_row, g_batch, g_head, dk_row, dv_row,
     HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, E: tl.constexpr,
     E_PAD: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, BITS: tl.constexpr, P_TERMS: tl.constexpr,
-    DS_TERMS: tl.constexpr, ADD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BITS: tl.constexpr, SPLIT_P: tl.constexpr,
+    SPLIT_DS: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a tile of one head's keys, with products keys by queries."""
+    """dK and dV of a tile of one head's keys, with products keys by queries."""
     b, head, tile = _tile_of_program(HEADS, tiles, False)
-    lane = tile * KEYS + tl.arange(0, KEYS)
-    inside = lane < sk
-    query += b * q_batch + head * q_head
-    key += b * k_batch + head * k_head
-    value += b * v_batch + head * v_head
-    upstream += b * g_batch + head * g_head
+    offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = offs_n < sk
+    q_ptr += b * q_batch + head * q_head
+    k_ptr += b * k_batch + head * k_head
+    v_ptr += b * v_batch + head * v_head
+    do_ptr += b * g_batch + head * g_head
     dk += (b * HEADS + head) * (D + E)
     dv += (b * HEADS + head) * V
-    keys = rows_of(key, lane, k_row, inside, D, D_PAD)
-    values = rows_of(value, lane, v_row, inside, V, V_PAD)
+    k = rows_of(k_ptr, offs_n, k_row, inside, D, D_PAD)
+    v = rows_of(v_ptr, offs_n, v_row, inside, V, V_PAD)
     if ADD:  # continues the sums of the previous part
-        sums = rows_of(dk, lane, dk_row, inside, D, D_PAD).to(tl.float32)
-        sums_v = rows_of(dv, lane, dv_row, inside, V, V_PAD).to(tl.float32)
+        acc_k = rows_of(dk, offs_n, dk_row, inside, D, D_PAD).to(tl.float32)
+        acc_v = rows_of(dv, offs_n, dv_row, inside, V, V_PAD).to(tl.float32)
     else:
-        sums = tl.zeros([KEYS, D_PAD], tl.float32)
-        sums_v = tl.zeros([KEYS, V_PAD], tl.float32)
+        acc_k = tl.zeros([BLOCK_N, D_PAD], tl.float32)
+        acc_v = tl.zeros([BLOCK_N, V_PAD], tl.float32)
     if E > 0:
-        keys_2 = rows_of(key + D, lane, k_row, inside, E, E_PAD)
+        k_2 = rows_of(k_ptr + D, offs_n, k_row, inside, E, E_PAD)
         if ADD:
-            sums_2 = rows_of(dk + D, lane, dk_row, inside, E, E_PAD).to(tl.float32)
+            acc_k_2 = rows_of(dk + D, offs_n, dk_row, inside, E, E_PAD).to(tl.float32)
         else:
-            sums_2 = tl.zeros([KEYS, E_PAD], tl.float32)
-    word = bits + (b * tiles * KEYS + lane) * words
-    at_head = (b * HEADS + head) * sq
+            acc_k_2 = tl.zeros([BLOCK_N, E_PAD], tl.float32)
+    word = bits + (b * tiles * BLOCK_N + offs_n) * words
+    head_lse = (b * HEADS + head) * sq
     lists += (b * tiles + tile) * others
-    at = tl.load(lists)
+    tile_m = tl.load(lists)
     for step in range(0, tl.load(counts + b * tiles + tile)):
-        following = tl.load(lists + step + 1)
-        row = q0 + at * QUERIES + tl.arange(0, QUERIES)
-        queries = rows_of(query, row, q_row, row < sq, D, D_PAD)
-        s = tl.dot(keys, tl.trans(queries), input_precision="ieee")
+        next_m = tl.load(lists + step + 1)
+        offs_m = q0 + tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        q = rows_of(q_ptr, offs_m, q_row, offs_m < sq, D, D_PAD)
+        s = tl.dot(k, tl.trans(q), input_precision="ieee")
         if E > 0:
-            queries_2 = rows_of(query + D, row, q_row, row < sq, E, E_PAD)
-            s = tl.dot(keys_2, tl.trans(queries_2), s, input_precision="ieee")
-        up = rows_of(upstream, row, g_row, row < sq, V, V_PAD)
-        dp = tl.dot(values, tl.trans(up), input_precision="ieee")
-        sum_log = tl.load(lse + at_head + row, mask=row < sq, other=float("inf"))
-        less = tl.load(delta + at_head + row, mask=row < sq, other=0.0)
-        seen = chosen(word + at * (QUERIES // BITS), tl.arange(0, QUERIES), BITS)
-        p = tl.where(seen, tl.exp2(s * scale - sum_log[None, :]), 0.0)
-        sums_v = _add_product(p, up, sums_v, P_TERMS)
-        ds = p * (dp - less[None, :])
-        sums = _add_product(ds, queries, sums, DS_TERMS)
+            q_2 = rows_of(q_ptr + D, offs_m, q_row, offs_m < sq, E, E_PAD)
+            s = tl.dot(k_2, tl.trans(q_2), s, input_precision="ieee")
+        do = rows_of(do_ptr, offs_m, g_row, offs_m < sq, V, V_PAD)
+        dp = tl.dot(v, tl.trans(do), input_precision="ieee")
+        lse_i = tl.load(lse + head_lse + offs_m, mask=offs_m < sq, other=float("inf"))
+        delta = tl.load(delta_ptr + head_lse + offs_m, mask=offs_m < sq, other=0.0)
+        chosen_nm = chosen(word + tile_m * (BLOCK_M // BITS), tl.arange(0, BLOCK_M), BITS)
+        p = tl.where(chosen_nm, tl.exp2(s * scale - lse_i[None, :]), 0.0)
+        acc_v = product(p, do, acc_v, SPLIT_P)
+        ds = p * (dp - delta[None, :])
+        acc_k = product(ds, q, acc_k, SPLIT_DS)
         if E > 0:
-            sums_2 = _add_product(ds, queries_2, sums_2, DS_TERMS)
-        at = following
-    _store(dk, sums, lane, inside, dk_row, by, D, D_PAD)
+            acc_k_2 = product(ds, q_2, acc_k_2, SPLIT_DS)
+        tile_m = next_m
+    _store(dk, acc_k, offs_n, inside, dk_row, dk_factor, D, D_PAD)
     if E > 0:
-        _store(dk + D, sums_2, lane, inside, dk_row, by, E, E_PAD)
-    _store(dv, sums_v, lane, inside, dv_row, 1.0, V, V_PAD)
+        _store(dk + D, acc_k_2, offs_n, inside, dk_row, dk_factor, E, E_PAD)
+    _store(dv, acc_v, offs_n, inside, dv_row, 1.0, V, V_PAD)
 
 
 @on_its_device
@@ -258,10 +260,10 @@ def _shared_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Sum the contributions of all heads, `[rows, heads, D]`, in a fixed order."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    sums = tl.zeros([ROWS, D_PAD], tl.float32)
+    acc = tl.zeros([ROWS, D_PAD], tl.float32)
     for head in range(0, HEADS):
-        sums += rows_of(shares + head * D, row, HEADS * D, row < rows, D, D_PAD)
-    _store(out, sums, row, row < rows, D, 1.0, D, D_PAD)
+        acc += rows_of(shares + head * D, row, HEADS * D, row < rows, D, D_PAD)
+    _store(out, acc, row, row < rows, D, 1.0, D, D_PAD)
 
 
 class Heads:
@@ -318,8 +320,7 @@ class Heads:
             out, out if rest is None else rest, out if lse is None else lse, self.scale,
             self.sq, self.sk, bits.part[0], bits.columns // UNIT, tiles, others,
             *self._strides(), out.stride(0),
-            REST=rest is not None, P_TERMS=1 if rest is None else 2,
-            **self._common(), **tile.options(),
+            REST=rest is not None, **self._common(), **tile.options(),
         )  # fmt: skip
 
 
@@ -369,7 +370,7 @@ class Gradients:
             heads.scale, heads.softmax_scale,
             heads.sq, heads.sk, bits.part[0], bits.columns // UNIT, tiles, others,
             *heads._strides(), *self.upstream.stride()[:3], self.out.stride(0), self.dq.stride(0),
-            DS_TERMS=DS_TERMS, **heads._common(), **heads.tiles.query.options(),
+            SPLIT_DS=SPLIT_DS, **heads._common(), **heads.tiles.query.options(),
         )  # fmt: skip
 
     def _of_keys(self, bits: Bits, lists: Lists) -> None:
@@ -381,7 +382,7 @@ class Gradients:
             heads.scale, heads.softmax_scale if last == heads.sq else 1.0,
             heads.sq, heads.sk, first, bits.rows // UNIT, tiles, others,
             *heads._strides(), *self.upstream.stride()[:3], self.dk.stride(0), self.dv.stride(0),
-            ADD=first > 0, P_TERMS=P_TERMS, DS_TERMS=DS_TERMS, **heads._common(),
+            ADD=first > 0, SPLIT_P=SPLIT_P, SPLIT_DS=SPLIT_DS, **heads._common(),
             **heads.tiles.key.options(),
         )  # fmt: skip
 

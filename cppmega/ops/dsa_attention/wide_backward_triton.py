@@ -1,15 +1,22 @@
-"""DSA's sparse attention, absorbed and wide (576/512), on CUDA: the backward.
+"""The backward of DSA's absorbed sparse attention for wide latents (576/512) on CUDA.
 
 A single kernel for the gradients of a query and of the keys that it chose would need 290 KiB of
 accumulators, but a multiprocessor has 256. So three kernels divide the work, for as many queries at
-a time as the scratch memory of P and dS holds:
+a time as the scratch memory of P and dS holds. All gather or scatter the chosen keys of one query:
 
-- `_scores_kernel` gathers the keys, and writes dS and P `[2, heads, topk]` of each query, in the
-  type of the inputs, as products need them. Delta is the sum of dO * (out + rest) in fp32.
-- `_query_kernel` multiplies dS by the gathered keys, for dq.
-- `_key_kernel` multiplies [dS | P]^T by [Q ; dO], one product over all heads, for the contribution
-  of a query to the gradient of each key it chose. This is added to dkv by fp32 atomics, or written
-  once, in fp32, and summed in a fixed order (see `dsa_attention_order_triton`).
+- `_scores_kernel`: grid queries x batch x blocks of heads. A program holds the Q and dO of its
+  heads, reads out, `rest` and the log-sum-exps once for delta, gathers each key once, and writes dS
+  and P `[2, heads, topk]` once, in the type of the inputs, as products need them.
+- `_query_kernel`: grid queries x batch x blocks of heads x blocks of columns. A program holds the
+  accumulator of its columns of dQ = dS K. It reads the dS of its heads once, gathers its columns of
+  each key once, and writes dQ once.
+- `_key_kernel`: grid queries x batch x blocks of columns. A program holds its columns of [Q ; dO],
+  reads dS and P once, and computes [dS | P]^T [Q ; dO], one product over all heads: the
+  contribution of a query to the gradient of each key it chose. This is added to dKV by fp32
+  atomics, or written once, in fp32, and summed in a fixed order (see `order_triton`).
+
+Registers and shared memory limit the tiles, and hence how often dS and P are read again: once per
+block of columns. In a fixed order, the contributions also go through HBM.
 """
 
 from __future__ import annotations
@@ -40,150 +47,152 @@ SLOTS = 64
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _rows_of_keys(key, at, k_row, V: tl.constexpr, R: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rows_of_keys(k_ptr, key_n, k_row, V: tl.constexpr, R: tl.constexpr):  # type: ignore[no-untyped-def]
     """The first columns of some keys and, if there are any, their remaining ones; 0 where -1."""
-    here = (at >= 0)[:, None]
-    k_at = key + at.to(tl.int64)[:, None] * k_row
-    keys = tl.load(k_at + tl.arange(0, V)[None, :], mask=here, other=0.0)
-    turned = keys
+    mask_n = (key_n >= 0)[:, None]
+    ptrs = k_ptr + key_n.to(tl.int64)[:, None] * k_row
+    k_latent = tl.load(ptrs + tl.arange(0, V)[None, :], mask=mask_n, other=0.0)
+    k_rotary = k_latent
     if R > 0:
-        turned = tl.load(k_at + V + tl.arange(0, R)[None, :], mask=here, other=0.0)
-    return keys, turned
+        k_rotary = tl.load(ptrs + V + tl.arange(0, R)[None, :], mask=mask_n, other=0.0)
+    return k_latent, k_rotary
 
 
 @on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _scores_kernel(  # type: ignore[no-untyped-def]
-    query, key, indices, starts, ends, out, rest, lse, grad, made,
+    query, key, indices, starts, ends, out, rest, lse, do_ptr, ds_p,
     scale, log_scale, batch, sq, sk, topk, slots, q0,
     q_row, q_batch, q_head, k_row, k_batch, g_row, g_batch, g_head, bound_batch, bound_row,
-    HEADS: tl.constexpr, PADDED: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
-    BLOCK: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, AHEAD: tl.constexpr,
+    HEADS: tl.constexpr, H_PAD: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """dS and P of a query and a block of heads.
 
-    With AHEAD, the next block of keys is held in registers, for lack of shared memory.
+    With AHEAD, the next block of keys is held in registers, since shared memory has no room.
     """
-    near = (tl.program_id(0) // (PADDED // BLOCK)).to(tl.int64)
-    b, s_at = near % batch, q0 + near // batch
-    start, end = bounds_of_row(starts, ends, b, s_at, sq, sk, bound_batch, bound_row, CAUSAL)
-    heads = tl.program_id(0) % (PADDED // BLOCK) * BLOCK + tl.arange(0, BLOCK)
-    inside = (heads < HEADS)[:, None]
-    lane = tl.arange(0, KEYS)
-    d = tl.arange(0, V)
-    g_at = grad + b * g_batch + s_at * g_row + heads[:, None] * g_head + d[None, :]
-    first_out = (s_at * batch + b) * (HEADS * V)
-    place = heads[:, None] * V + d[None, :]
-    upstream = tl.load(g_at, mask=inside, other=0.0)
-    exact = tl.load(out + first_out + place, mask=inside, other=0.0).to(tl.float32)
-    exact += tl.load(rest + first_out + place, mask=inside, other=0.0).to(tl.float32)
-    delta = tl.sum(exact * upstream.to(tl.float32), axis=1)
-    q_at = query + b * q_batch + s_at * q_row + heads[:, None] * q_head
-    latent = tl.load(q_at + d[None, :], mask=inside, other=0.0)
+    part_row = (tl.program_id(0) // (H_PAD // BLOCK_H)).to(tl.int64)
+    b, row = part_row % batch, q0 + part_row // batch
+    start, end = bounds_of_row(starts, ends, b, row, sq, sk, bound_batch, bound_row, CAUSAL)
+    offs_h = tl.program_id(0) % (H_PAD // BLOCK_H) * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask_h = (offs_h < HEADS)[:, None]
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_v = tl.arange(0, V)
+    do_ptrs = do_ptr + b * g_batch + row * g_row + offs_h[:, None] * g_head + offs_v[None, :]
+    base_o = (row * batch + b) * (HEADS * V)
+    offs_o = offs_h[:, None] * V + offs_v[None, :]
+    do = tl.load(do_ptrs, mask=mask_h, other=0.0)
+    o = tl.load(out + base_o + offs_o, mask=mask_h, other=0.0).to(tl.float32)
+    o += tl.load(rest + base_o + offs_o, mask=mask_h, other=0.0).to(tl.float32)
+    delta = tl.sum(o * do.to(tl.float32), axis=1)
+    q_ptrs = query + b * q_batch + row * q_row + offs_h[:, None] * q_head
+    q_latent = tl.load(q_ptrs + offs_v[None, :], mask=mask_h, other=0.0)
     if R > 0:
-        e = V + tl.arange(0, R)
-        rotary = tl.load(q_at + e[None, :], mask=inside, other=0.0)
-    row = b * sq + s_at
-    own = tl.load(lse + (s_at * batch + b) * HEADS + heads, mask=heads < HEADS, other=float("inf"))
+        offs_r = V + tl.arange(0, R)
+        q_rotary = tl.load(q_ptrs + offs_r[None, :], mask=mask_h, other=0.0)
+    bs = b * sq + row
+    lse_i = tl.load(
+        lse + (row * batch + b) * HEADS + offs_h, mask=offs_h < HEADS, other=float("inf")
+    )
     key += b * k_batch
-    indices += row * topk
-    into = made + (near * 2 * PADDED + heads)[:, None] * slots + lane[None, :]
-    at = chosen_keys(indices, lane, topk, start, end)
+    indices += bs * topk
+    ds_ptrs = ds_p + (part_row * 2 * H_PAD + offs_h)[:, None] * slots + offs_n[None, :]
+    key_n = chosen_keys(indices, offs_n, topk, start, end)
     if AHEAD:
-        keys, turned = _rows_of_keys(key, at, k_row, V, R)
-    for first in range(0, slots_in_use(indices, topk, start, end), KEYS):
-        following = chosen_keys(indices, first + KEYS + lane, topk, start, end)
+        k_latent, k_rotary = _rows_of_keys(key, key_n, k_row, V, R)
+    for first in range(0, slots_in_use(indices, topk, start, end), BLOCK_N):
+        next_key_n = chosen_keys(indices, first + BLOCK_N + offs_n, topk, start, end)
         if not AHEAD:
-            keys, turned = _rows_of_keys(key, at, k_row, V, R)
-        s = tl.dot(latent, tl.trans(keys), input_precision="ieee") * log_scale
+            k_latent, k_rotary = _rows_of_keys(key, key_n, k_row, V, R)
+        s = tl.dot(q_latent, tl.trans(k_latent), input_precision="ieee") * log_scale
         if R > 0:
             # Scaled separately, as in the forward, so that warps share both products' columns.
-            s += tl.dot(rotary, tl.trans(turned), input_precision="ieee") * log_scale
+            s += tl.dot(q_rotary, tl.trans(k_rotary), input_precision="ieee") * log_scale
         if AHEAD:
-            next_keys, turned = _rows_of_keys(key, following, k_row, V, R)
-        dp = tl.dot(upstream, tl.trans(keys), input_precision="ieee")
-        p = tl.exp2(tl.where((at >= 0)[None, :], s - own[:, None], float("-inf")))
+            next_k_latent, k_rotary = _rows_of_keys(key, next_key_n, k_row, V, R)
+        dp = tl.dot(do, tl.trans(k_latent), input_precision="ieee")
+        p = tl.exp2(tl.where((key_n >= 0)[None, :], s - lse_i[:, None], float("-inf")))
         ds = p * ((dp - delta[:, None]) * scale)
-        tl.store(into + first, ds.to(made.dtype.element_ty))
-        tl.store(into + PADDED * slots + first, p.to(made.dtype.element_ty))
-        at = following
+        tl.store(ds_ptrs + first, ds.to(ds_p.dtype.element_ty))
+        tl.store(ds_ptrs + H_PAD * slots + first, p.to(ds_p.dtype.element_ty))
+        key_n = next_key_n
         if AHEAD:
-            keys = next_keys
+            k_latent = next_k_latent
 
 
 @on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _query_kernel(  # type: ignore[no-untyped-def]
-    key, indices, starts, ends, made, dq, batch, sq, sk, topk, slots, q0,
+    key, indices, starts, ends, ds_p, dq, batch, sq, sk, topk, slots, q0,
     k_row, k_batch, bound_batch, bound_row,
-    HEADS: tl.constexpr, PADDED: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
-    BLOCK: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    HEADS: tl.constexpr, H_PAD: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
     FIRST: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of dq of a query and a block of heads."""
-    column = FIRST + tl.program_id(0) % PARTS * COLUMNS + tl.arange(0, COLUMNS)
+    """Some columns of dQ of a query and a block of heads."""
+    offs_d = FIRST + tl.program_id(0) % PARTS * BLOCK_D + tl.arange(0, BLOCK_D)
     block = tl.program_id(0) // PARTS
-    near = (block // (PADDED // BLOCK)).to(tl.int64)
-    b, s_at = near % batch, q0 + near // batch
-    start, end = bounds_of_row(starts, ends, b, s_at, sq, sk, bound_batch, bound_row, CAUSAL)
-    heads = block % (PADDED // BLOCK) * BLOCK + tl.arange(0, BLOCK)
-    lane = tl.arange(0, KEYS)
+    part_row = (block // (H_PAD // BLOCK_H)).to(tl.int64)
+    b, row = part_row % batch, q0 + part_row // batch
+    start, end = bounds_of_row(starts, ends, b, row, sq, sk, bound_batch, bound_row, CAUSAL)
+    offs_h = block % (H_PAD // BLOCK_H) * BLOCK_H + tl.arange(0, BLOCK_H)
+    offs_n = tl.arange(0, BLOCK_N)
     key += b * k_batch
-    indices += (b * sq + s_at) * topk
-    from_ = made + (near * 2 * PADDED + heads)[:, None] * slots + lane[None, :]
-    acc = tl.zeros([BLOCK, COLUMNS], tl.float32)
-    at = chosen_keys(indices, lane, topk, start, end)
-    for first in range(0, slots_in_use(indices, topk, start, end), KEYS):
-        k_at = key + at.to(tl.int64)[:, None] * k_row + column[None, :]
-        keys = tl.load(k_at, mask=(at >= 0)[:, None], other=0.0)
-        acc = tl.dot(tl.load(from_ + first), keys, acc, input_precision="ieee")
-        at = chosen_keys(indices, first + KEYS + lane, topk, start, end)
-    place = ((s_at * batch + b) * HEADS + heads)[:, None] * (V + R) + column[None, :]
-    tl.store(dq + place, acc.to(dq.dtype.element_ty), mask=(heads < HEADS)[:, None])
+    indices += (b * sq + row) * topk
+    ds_ptrs = ds_p + (part_row * 2 * H_PAD + offs_h)[:, None] * slots + offs_n[None, :]
+    acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    key_n = chosen_keys(indices, offs_n, topk, start, end)
+    for first in range(0, slots_in_use(indices, topk, start, end), BLOCK_N):
+        k_ptrs = key + key_n.to(tl.int64)[:, None] * k_row + offs_d[None, :]
+        k = tl.load(k_ptrs, mask=(key_n >= 0)[:, None], other=0.0)
+        acc = tl.dot(tl.load(ds_ptrs + first), k, acc, input_precision="ieee")
+        key_n = chosen_keys(indices, first + BLOCK_N + offs_n, topk, start, end)
+    offs_dq = ((row * batch + b) * HEADS + offs_h)[:, None] * (V + R) + offs_d[None, :]
+    tl.store(dq + offs_dq, acc.to(dq.dtype.element_ty), mask=(offs_h < HEADS)[:, None])
 
 
 @on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _key_kernel(  # type: ignore[no-untyped-def]
-    query, indices, starts, ends, grad, made, bits, of_word, words, region, into,
+    query, indices, starts, ends, do_ptr, ds_p, bits, of_word, words, region, dkv_ptr,
     batch, sq, sk, topk, slots, q0,
     q_row, q_batch, q_head, g_row, g_batch, g_head, bound_batch, bound_row,
-    HEADS: tl.constexpr, PADDED: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
-    KEYS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr,
+    HEADS: tl.constexpr, H_PAD: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, FIRST: tl.constexpr,
     CAUSAL: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Some columns of the contributions of a query to the gradients of its keys."""
-    column = FIRST + tl.program_id(0) % PARTS * COLUMNS + tl.arange(0, COLUMNS)
-    near = (tl.program_id(0) // PARTS).to(tl.int64)
-    b, s_at = near % batch, q0 + near // batch
-    start, end = bounds_of_row(starts, ends, b, s_at, sq, sk, bound_batch, bound_row, CAUSAL)
+    offs_d = FIRST + tl.program_id(0) % PARTS * BLOCK_D + tl.arange(0, BLOCK_D)
+    part_row = (tl.program_id(0) // PARTS).to(tl.int64)
+    b, row = part_row % batch, q0 + part_row // batch
+    start, end = bounds_of_row(starts, ends, b, row, sq, sk, bound_batch, bound_row, CAUSAL)
     # Queries, then upstream gradients, form the rows of one matrix; values have no rotary columns.
-    SIDES: tl.constexpr = 2 if FIRST < V else 1
-    side = tl.arange(0, SIDES * PADDED)
-    head = side % PADDED
-    inside = (head < HEADS)[:, None]
-    of_query = (side < PADDED)[:, None]
-    q_at = query + b * q_batch + s_at * q_row + head[:, None] * q_head + column[None, :]
-    both = tl.load(q_at, mask=inside & of_query, other=0.0)
-    if SIDES == 2:
-        g_at = grad + b * g_batch + s_at * g_row + head[:, None] * g_head + column[None, :]
-        gradients = tl.load(g_at, mask=inside & (side >= PADDED)[:, None], other=0.0)
-        both = tl.where(of_query, both, gradients)
-    lane = tl.arange(0, KEYS)
-    row = b * sq + s_at
-    indices += row * topk
-    from_ = made + (near * 2 * PADDED + side)[:, None] * slots + lane[None, :]
-    for first in range(0, slots_in_use(indices, topk, start, end), KEYS):
-        slot = first + lane
-        at = chosen_keys(indices, slot, topk, start, end)
-        share = tl.dot(tl.trans(tl.load(from_ + first)), both, input_precision="ieee")
+    OPERANDS: tl.constexpr = 2 if FIRST < V else 1
+    offs_qdo = tl.arange(0, OPERANDS * H_PAD)
+    offs_h = offs_qdo % H_PAD
+    mask_h = (offs_h < HEADS)[:, None]
+    is_q = (offs_qdo < H_PAD)[:, None]
+    q_ptrs = query + b * q_batch + row * q_row + offs_h[:, None] * q_head + offs_d[None, :]
+    q_do = tl.load(q_ptrs, mask=mask_h & is_q, other=0.0)
+    if OPERANDS == 2:
+        do_ptrs = do_ptr + b * g_batch + row * g_row + offs_h[:, None] * g_head + offs_d[None, :]
+        do = tl.load(do_ptrs, mask=mask_h & (offs_qdo >= H_PAD)[:, None], other=0.0)
+        q_do = tl.where(is_q, q_do, do)
+    offs_n = tl.arange(0, BLOCK_N)
+    bs = b * sq + row
+    indices += bs * topk
+    ds_p_ptrs = ds_p + (part_row * 2 * H_PAD + offs_qdo)[:, None] * slots + offs_n[None, :]
+    for first in range(0, slots_in_use(indices, topk, start, end), BLOCK_N):
+        slot = first + offs_n
+        key_n = chosen_keys(indices, slot, topk, start, end)
+        dkv = tl.dot(tl.trans(tl.load(ds_p_ptrs + first)), q_do, input_precision="ieee")
         if ADD:
-            to = into + (b * sk + at)[:, None] * (V + R) + column[None, :]
-            tl.atomic_add(to, share, mask=(at >= 0)[:, None], sem="relaxed")
+            dkv_ptrs = dkv_ptr + (b * sk + key_n)[:, None] * (V + R) + offs_d[None, :]
+            tl.atomic_add(dkv_ptrs, dkv, mask=(key_n >= 0)[:, None], sem="relaxed")
         else:
-            place = place_of(bits, of_word, b, at, (s_at - q0).to(tl.int32), at >= 0, sk, words)
-            to = into + (b * region + place)[:, None] * (V + R) + column[None, :]
-            tl.store(to, share.to(into.dtype.element_ty), mask=(at >= 0)[:, None])
+            pair = place_of(bits, of_word, b, key_n, (row - q0).to(tl.int32), key_n >= 0, sk, words)
+            dkv_ptrs = dkv_ptr + (b * region + pair)[:, None] * (V + R) + offs_d[None, :]
+            tl.store(dkv_ptrs, dkv.to(dkv_ptr.dtype.element_ty), mask=(key_n >= 0)[:, None])
 
 
 @dataclass(frozen=True)
@@ -225,43 +234,43 @@ class WideBackward:
         """dS and P of a part's queries, `[queries, b, 2, heads, topk]`, up to their last keys."""
         call, grad = self.call, contiguous_rows(self.grad)
         batch, padded, slots = call.indices.size(0), self._padded(), self._slots()
-        made = call.query.new_empty(part[1] - part[0], batch, 2, padded, slots)
+        ds_p = call.query.new_empty(part[1] - part[0], batch, 2, padded, slots)
         starts, ends, bound_strides, _ = call.bounds
         tile, scale = wide_tiles(call).scores, call.softmax_scale
-        if made.numel():
-            _scores_kernel[(made.size(0) * batch * padded // tile.heads,)](
+        if ds_p.numel():
+            _scores_kernel[(ds_p.size(0) * batch * padded // tile.heads,)](
                 call.query, call.key, call.indices, starts, ends, *self.attended,
-                grad, made, scale, scale * LOG2_E, *call.sizes(), slots, part[0],
+                grad, ds_p, scale, scale * LOG2_E, *call.sizes(), slots, part[0],
                 *call.strides(), *grad.stride()[:3], *bound_strides,
-                PADDED=padded, BLOCK=tile.heads, KEYS=tile.keys, AHEAD=tile.stages == 1,
+                H_PAD=padded, BLOCK_H=tile.heads, BLOCK_N=tile.keys, AHEAD=tile.stages == 1,
                 num_warps=tile.warps, num_stages=tile.stages, **call.common(),
             )  # fmt: skip
-        return made
+        return ds_p
 
-    def gradient_of_queries(self, part: tuple[int, int], made: Tensor, dq: Tensor) -> None:
+    def gradient_of_queries(self, part: tuple[int, int], ds_p: Tensor, dq: Tensor) -> None:
         """Write the rows of one part of dq `[sq, b, heads, d]`."""
         call, tile = self.call, wide_tiles(self.call).queries
         starts, ends, bound_strides, _ = call.bounds
-        blocks = made.size(0) * made.size(1) * max(1, made.size(3) // tile.heads)
+        blocks = ds_p.size(0) * ds_p.size(1) * max(1, ds_p.size(3) // tile.heads)
         for first, width in ((0, call.value), (call.value, call.rotary)):
             columns = min(tile.columns, width)
-            if columns and made.numel():
+            if columns and ds_p.numel():
                 _query_kernel[(blocks * (width // columns),)](
-                    call.key, call.indices, starts, ends, made, dq, *call.sizes(),
-                    made.size(4), part[0], *call.key.stride()[:2], *bound_strides,
-                    PADDED=made.size(3), BLOCK=min(tile.heads, made.size(3)), KEYS=tile.keys,
-                    COLUMNS=columns, PARTS=width // columns, FIRST=first,
+                    call.key, call.indices, starts, ends, ds_p, dq, *call.sizes(),
+                    ds_p.size(4), part[0], *call.key.stride()[:2], *bound_strides,
+                    H_PAD=ds_p.size(3), BLOCK_H=min(tile.heads, ds_p.size(3)), BLOCK_N=tile.keys,
+                    BLOCK_D=columns, PARTS=width // columns, FIRST=first,
                     num_warps=tile.warps, num_stages=tile.stages, **call.common(),
                 )  # fmt: skip
 
     def gradient_of_keys(
-        self, part: tuple[int, int], made: Tensor, into: Tensor, order: Order | None = None
+        self, part: tuple[int, int], ds_p: Tensor, into: Tensor, order: Order | None = None
     ) -> None:
         """Add one part to dkv, or write the contribution of each pair to its own slot.
 
         Args:
             part: first query, and the query after the last.
-            made: its dS and P, as returned by `scores`.
+            ds_p: its dS and P, as returned by `scores`.
             into: dkv `[b, sk, d]` in fp32, which is added to; with an order, `[b, slots, 1, d]`.
             order: the slots of the part.
         """
@@ -272,13 +281,13 @@ class WideBackward:
             places = (order.bits, order.first, order.words, into.size(1))
         for first, width in ((0, call.value), (call.value, call.rotary)):
             columns = min(tile.columns, width)
-            if columns and made.numel():
-                _key_kernel[(made.size(0) * made.size(1) * (width // columns),)](
-                    call.query, call.indices, starts, ends, grad, made, *places, into,
-                    *call.sizes(), made.size(4), part[0],
+            if columns and ds_p.numel():
+                _key_kernel[(ds_p.size(0) * ds_p.size(1) * (width // columns),)](
+                    call.query, call.indices, starts, ends, grad, ds_p, *places, into,
+                    *call.sizes(), ds_p.size(4), part[0],
                     *call.query.stride()[:3], *grad.stride()[:3], *bound_strides,
-                    PADDED=made.size(3), KEYS=tile.keys,
-                    COLUMNS=columns, PARTS=width // columns, FIRST=first, ADD=order is None,
+                    H_PAD=ds_p.size(3), BLOCK_N=tile.keys,
+                    BLOCK_D=columns, PARTS=width // columns, FIRST=first, ADD=order is None,
                     num_warps=tile.warps, num_stages=tile.stages, **call.common(),
                 )  # fmt: skip
 
@@ -289,14 +298,14 @@ class WideBackward:
         dq = torch.empty_like(call.query, memory_format=torch.contiguous_format)
         dkv = call.key.new_zeros(batch, sk, call.key.size(3), dtype=torch.float32)
         for part in self.parts(ordered=repeatable):
-            made = self.scores(part)
-            self.gradient_of_queries(part, made, dq)
+            ds_p = self.scores(part)
+            self.gradient_of_queries(part, ds_p, dq)
             if not repeatable:
-                self.gradient_of_keys(part, made, dkv)
+                self.gradient_of_keys(part, ds_p, dkv)
                 continue
             order = Order(call, part)
             region = (part[1] - part[0]) * topk
             shares = dkv.new_empty(batch, region, 1, dkv.size(2))
-            self.gradient_of_keys(part, made, shares, order)
+            self.gradient_of_keys(part, ds_p, shares, order)
             order.add_up(shares, 0, batch, region, dkv.transpose(0, 1), add=True)
         return dq, dkv.transpose(0, 1).unsqueeze(2).to(call.key.dtype)

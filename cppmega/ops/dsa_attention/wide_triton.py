@@ -1,11 +1,16 @@
-"""DSA's sparse attention, absorbed and wide (576/512), on CUDA: the forward.
+"""The forward of DSA's absorbed sparse attention for wide latents (576/512) on CUDA.
 
-One program processes a query and a block of its heads, whose queries stay in shared memory. It
-iterates over the chosen keys a block at a time: a gathered row is used for the scores and, with its
-first columns, for the output. The softmax is online and in base 2, and so is the stored
+Grid: queries x batch x blocks of heads. A program holds the Q of its heads in shared memory, and
+m_i, l_i and acc `[BLOCK_H, V]` in fp32. It gathers each chosen key once, BLOCK_N at a time, for the
+scores and, with its first columns, for the output; O, its rounding error if gradients are needed,
+and the log-sum-exps are written once. The softmax is online and in base 2, and so is the stored
 log-sum-exp; for a row without keys it is +inf, which makes its probabilities 0 in the backward.
 
-`dsa_attention_wide_backward_triton` is the backward.
+Tensor cores limit it, and they idle during the softmax, which Triton puts between the two products
+of a block: on an H200 the products run at about 260 TFLOP/s at 4096 tokens and at 335 at 32768
+(`benchmarks/results/dsa_attention_designs.md`).
+
+`wide_backward_triton` is the backward.
 """
 
 from __future__ import annotations
@@ -43,59 +48,60 @@ def slots_in_use(indices, topk, start, end):  # type: ignore[no-untyped-def]
 def _forward_kernel(  # type: ignore[no-untyped-def]
     query, key, indices, starts, ends, out, rest, lse, scale, batch, sq, sk, topk,
     q_row, q_batch, q_head, k_row, k_batch, bound_batch, bound_row,
-    HEADS: tl.constexpr, BLOCKS: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
-    BLOCK: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, REST: tl.constexpr,
+    HEADS: tl.constexpr, HEAD_BLOCKS: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    b, s_at = row // sq, row % sq
-    start, end = bounds_of_row(starts, ends, b, s_at, sq, sk, bound_batch, bound_row, CAUSAL)
-    heads = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
-    inside = (heads < HEADS)[:, None]
-    lane = tl.arange(0, KEYS)
-    d = tl.arange(0, V)
-    q_at = query + b * q_batch + s_at * q_row + heads[:, None] * q_head
-    latent = tl.load(q_at + d[None, :], mask=inside, other=0.0)
+    """O of one query and a block of heads, its rounding error, and the log-sum-exps in base 2."""
+    bs = (tl.program_id(0) // HEAD_BLOCKS).to(tl.int64)
+    b, row = bs // sq, bs % sq
+    start, end = bounds_of_row(starts, ends, b, row, sq, sk, bound_batch, bound_row, CAUSAL)
+    offs_h = tl.program_id(0) % HEAD_BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask_h = (offs_h < HEADS)[:, None]
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_v = tl.arange(0, V)
+    q_ptrs = query + b * q_batch + row * q_row + offs_h[:, None] * q_head
+    q_latent = tl.load(q_ptrs + offs_v[None, :], mask=mask_h, other=0.0)
     if R > 0:
-        e = V + tl.arange(0, R)
-        rotary = tl.load(q_at + e[None, :], mask=inside, other=0.0)
+        offs_r = V + tl.arange(0, R)
+        q_rotary = tl.load(q_ptrs + offs_r[None, :], mask=mask_h, other=0.0)
     key += b * k_batch
-    indices += row * topk
-    top = tl.full([BLOCK], -3.0e38, tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    acc = tl.zeros([BLOCK, V], tl.float32)
+    indices += bs * topk
+    m_i = tl.full([BLOCK_H], -3.0e38, tl.float32)
+    l_i = tl.zeros([BLOCK_H], tl.float32)
+    acc = tl.zeros([BLOCK_H, V], tl.float32)
     # A block's keys are loaded one block ahead, so that its gather can start one block ahead.
-    at = chosen_keys(indices, lane, topk, start, end)
-    for first in range(0, slots_in_use(indices, topk, start, end), KEYS):
-        here = (at >= 0)[:, None]
-        k_at = key + at.to(tl.int64)[:, None] * k_row
-        keys = tl.load(k_at + d[None, :], mask=here, other=0.0)
-        s = tl.dot(latent, tl.trans(keys), input_precision="ieee") * scale
+    key_n = chosen_keys(indices, offs_n, topk, start, end)
+    for first in range(0, slots_in_use(indices, topk, start, end), BLOCK_N):
+        mask_n = (key_n >= 0)[:, None]
+        k_ptrs = key + key_n.to(tl.int64)[:, None] * k_row
+        k_latent = tl.load(k_ptrs + offs_v[None, :], mask=mask_n, other=0.0)
+        s = tl.dot(q_latent, tl.trans(k_latent), input_precision="ieee") * scale
         if R > 0:
-            turned = tl.load(k_at + e[None, :], mask=here, other=0.0)
-            s += tl.dot(rotary, tl.trans(turned), input_precision="ieee") * scale
+            k_rotary = tl.load(k_ptrs + offs_r[None, :], mask=mask_n, other=0.0)
+            s += tl.dot(q_rotary, tl.trans(k_rotary), input_precision="ieee") * scale
         # Always true. Where one product feeds another, Triton assigns each warp group all columns
         # of the first, and both groups compute the same; it does not see through a branch, nor
         # through the separate factors of the two products above.
         if first < topk + 64:
-            s = tl.where((at >= 0)[None, :], s, float("-inf"))
-        higher = tl.maximum(top, tl.max(s, axis=1))
-        p = tl.exp2(s - higher[:, None])
-        shrink = tl.exp2(top - higher)
-        total = total * shrink + tl.sum(p, axis=1)
-        acc = tl.dot(p.to(keys.dtype), keys, acc * shrink[:, None], input_precision="ieee")
-        top = higher
-        at = chosen_keys(indices, first + KEYS + lane, topk, start, end)
+            s = tl.where((key_n >= 0)[None, :], s, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(s, axis=1))
+        p = tl.exp2(s - m_new[:, None])
+        alpha = tl.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(p, axis=1)
+        acc = tl.dot(p.to(k_latent.dtype), k_latent, acc * alpha[:, None], input_precision="ieee")
+        m_i = m_new
+        key_n = chosen_keys(indices, first + BLOCK_N + offs_n, topk, start, end)
     # In this order the results need no more registers than the loop.
-    acc /= tl.where(total > 0.0, total, 1.0)[:, None]
-    first_out = (s_at * batch + b) * (HEADS * V)
-    place = heads[:, None] * V + d[None, :]
+    acc /= tl.where(l_i > 0.0, l_i, 1.0)[:, None]
+    base_o = (row * batch + b) * (HEADS * V)
+    offs_o = offs_h[:, None] * V + offs_v[None, :]
     rounded = acc.to(out.dtype.element_ty)
     if REST:
-        error = acc - rounded.to(tl.float32)
-        tl.store(rest + first_out + place, error.to(out.dtype.element_ty), mask=inside)
-    tl.store(out + first_out + place, rounded, mask=inside)
-    sums = tl.where(total > 0.0, top + tl.log2(total), float("inf"))
-    tl.store(lse + (s_at * batch + b) * HEADS + heads, sums, mask=heads < HEADS)
+        residual = acc - rounded.to(tl.float32)
+        tl.store(rest + base_o + offs_o, residual.to(out.dtype.element_ty), mask=mask_h)
+    tl.store(out + base_o + offs_o, rounded, mask=mask_h)
+    lse_i = tl.where(l_i > 0.0, m_i + tl.log2(l_i), float("inf"))
+    tl.store(lse + (row * batch + b) * HEADS + offs_h, lse_i, mask=offs_h < HEADS)
 
 
 def wide_tiles(call: Absorbed) -> WideTiles:
@@ -115,7 +121,7 @@ def forward(call: Absorbed, *, want_rest: bool) -> Attended:
     _forward_kernel[(batch * sq * blocks,)](
         call.query, call.key, call.indices, starts, ends, out, out if rest is None else rest, lse,
         call.softmax_scale * LOG2_E, batch, sq, sk, topk, *call.strides(), *bound_strides,
-        BLOCKS=blocks, BLOCK=tile.heads, KEYS=tile.keys, REST=want_rest,
+        HEAD_BLOCKS=blocks, BLOCK_H=tile.heads, BLOCK_N=tile.keys, REST=want_rest,
         num_warps=tile.warps, num_stages=tile.stages, **call.common(),
     )  # fmt: skip
     return attended

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from cppmega.ops import dsa_attention  # noqa: E402
-from cppmega.ops.common import bits_triton as dsa_indexer_bits_triton  # noqa: E402
+from cppmega.ops.common import bits_triton  # noqa: E402
 from cppmega.ops.common.bounds import Bounds  # noqa: E402
 from cppmega.proof.host_sync import no_host_sync  # noqa: E402
 from tests.ops.dsa_indexer.test_dsa_indexer_launches import bounds_of  # noqa: E402
@@ -19,7 +19,7 @@ from tests.ops.launch_counts import Launches, kernels_of, modules_of  # noqa: E4
 
 pytestmark = pytest.mark.slow
 
-MODULES = [*modules_of("dsa_attention"), dsa_indexer_bits_triton]
+MODULES = [*modules_of("dsa_attention"), bits_triton]
 
 
 class Call(NamedTuple):
