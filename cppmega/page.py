@@ -20,7 +20,12 @@ Reached = Literal["startup", "forward", "backward", "log", "save", "never"]
 """When a run must have passed through the patched code: by the end of its first step, or of
 Megatron's first log or checkpoint; `never` for code that no run needs to reach."""
 
+Purpose = Literal["fix", "speed", "feature"]
+"""What a page is to its user. `fix`: stock is wrong, or dies. `speed`: the same results sooner, or
+as `Numerics` says. `feature`: only runs that ask for it change."""
+
 KINDS: tuple[str, ...] = get_args(Kind)
+PURPOSES: tuple[str, ...] = get_args(Purpose)
 REACHED: tuple[str, ...] = get_args(Reached)
 
 
@@ -79,6 +84,7 @@ class Patch:
     edits: tuple[Edit, ...]
     reached: Reached
     """When a run must pass through at least one edited symbol."""
+    purpose: Purpose = "fix"
     feature: tuple[str, ...] = ()
     """Definitions without which there is nothing to fix; if the tree lacks one, the patch is not
     applicable. A target of the page is none of them: upstream may rename it and keep the bug."""
@@ -153,6 +159,8 @@ class Page:
     path: str
     catalogue: str
     """`builtin`, or the folder given by `--patches`."""
+    subject: str = ""
+    """The folder of the catalogue that holds it; empty for a catalogue without subjects."""
     fixed_upstream: Callable[[Source], bool] | None = None
     verify: Callable[[], None] | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -160,3 +168,9 @@ class Page:
     """Hash of the page's own files with comments, which are written with its functions."""
     reached: Mapping[str, str] = field(default_factory=dict)
     """Modules of this package that it imports, except the engine's -> hash of their code."""
+
+    @property
+    def only_where_asked(self) -> bool:
+        """Whether it is applied only where somebody asks for speed at the price of stock's bits."""
+        bitwise = self.labels.get("Numerics", "").startswith("none")
+        return self.patch.purpose == "speed" and not bitwise

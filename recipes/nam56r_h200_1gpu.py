@@ -6,7 +6,8 @@ that cost least are recomputed, so that there is room for an evaluation and a ch
 
 from cppmega.recipe.index import load
 
-RECIPE = load("nam56r_h200_8gpu_bf16").with_(
+_BASE = load("nam56r_h200_8gpu_bf16")
+RECIPE = _BASE.with_(
     name="nam56r_h200_1gpu",
     purpose="the whole NAM56R on one H200, dense indexer loss",
     gpus=1,
@@ -16,6 +17,8 @@ RECIPE = load("nam56r_h200_8gpu_bf16").with_(
     recompute_modules=("moe_act", "mlp", "mla_up_proj"),
     keep_checkpoints=1,  # 75.9 GiB each
     async_save=True,  # training waits for copies on the host, which are as large
+    # Both change the order of sums: `python -m cppmega.apply_patches --recipe nam56r_h200_1gpu`.
+    patches=(*_BASE.patches, "te_plain_layers", "router_gating_backward"),
     overlap_grad_reduce=False,
     overlap_param_gather=False,
 )

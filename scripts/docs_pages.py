@@ -107,8 +107,15 @@ def navigation() -> list[Any]:
         return [name for name in rest if name.startswith(f"{folder}/")]
 
     start: list[Any] = [{title: name} for title, name in ORDER]
-    sections = [("Commands", "commands"), ("Patches", "patches"), ("Results", "results")]
-    return start[:-3] + [{title: below(folder)} for title, folder in sections] + start[-3:]
+    subjects = catalogue.by_subject(catalogue.load())
+    patches: list[Any] = ["patches/index.md"]
+    patches += [{title: [f"patches/{page.name}.md" for page in of]} for title, of in subjects]
+    sections = {
+        "Commands": below("commands"),
+        "Patches": patches,
+        "Results": below("results"),
+    }
+    return start[:-3] + [{title: inside} for title, inside in sections.items()] + start[-3:]
 
 
 def _included(match: re.Match[str]) -> str:
@@ -196,7 +203,8 @@ def _patch_page(page: Page) -> str:
     body = [f"**{label}.** {_one_line(text)}\n" for label, text in page.labels.items()]
     gate = f"`{page.patch.gate}=1`" if page.patch.gate else "always on"
     rows = [
-        ("kind", page.patch.kind),
+        ("kind", page.patch.purpose),
+        ("edits", page.patch.kind),
         ("switch", gate),
         ("a run must reach it", page.patch.reached),
         ("its proof needs", ", ".join(page.patch.needs)),

@@ -172,8 +172,9 @@ def _recipes(recipes: Iterable[Recipe], taken: list[Run]) -> Iterator[str]:
     for recipe in recipes:
         described = recipes_list.describe(recipe, pages, ())
         gates = " ".join(f"{name}={value}" for name, value in recipe.wanted_gates)
+        asked = any(pages[name].only_where_asked for name in recipe.patches)
         words = (
-            "python -m cppmega.apply_patches",
+            "python -m cppmega.apply_patches" + (f" --recipe {recipe.name}" if asked else ""),
             f"cppmega launch {recipe.name} --data data/corpus",
         )
         work = described["gflop_per_token"], described["gflop_per_token_of_the_record"]

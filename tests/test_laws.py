@@ -15,7 +15,7 @@ import pytest
 from cppmega.catalogue import loader as catalogue
 from cppmega.overlay import verbs as overlay
 from cppmega.overlay.verdict import FAILURES
-from cppmega.page import Page, left_alone
+from cppmega.page import PURPOSES, Page, left_alone
 from cppmega.proof import hash_seeds, proof_process
 from cppmega.rewriting import source as sources
 from cppmega.tree.installed import Tree, sha256
@@ -219,13 +219,13 @@ def test_another_package_on_disk(release: str, tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in root.rglob("*.py")}
     session = overlay.Session(root, ())
     session.pages = {name: _page(name) for name in laws.pages_of(release)}
-    outcome = overlay.apply(session, environment=laws.gates(release))
+    outcome = overlay.apply(session, kinds=PURPOSES, environment=laws.gates(release))
     assert outcome.ok, outcome.plan.failures
     now = {path.relative_to(root).as_posix(): path.read_bytes() for path in before}
     changed = {path for path, data in now.items() if data != before[root / path]}
     assert not any(path.startswith("megatron/") for path in changed)
     assert {path: now[path] for path in changed} == laws.result(release)
-    again = overlay.apply(session, environment=laws.gates(release))
+    again = overlay.apply(session, kinds=PURPOSES, environment=laws.gates(release))
     assert again.ok and not again.changed and not again.receipt_changed
     overlay.revert(session)
     assert {path: path.read_bytes() for path in root.rglob("*.py")} == before
@@ -294,7 +294,7 @@ def _session(root: Path) -> overlay.Session:
 
 
 def _apply(root: Path, environment: dict[str, str]) -> overlay.Outcome:
-    return overlay.apply(_session(root), environment=environment)
+    return overlay.apply(_session(root), kinds=PURPOSES, environment=environment)
 
 
 def _assert_patched(root: Path, version: str) -> None:

@@ -12,7 +12,7 @@ from cppmega.overlay import verbs as overlay
 from cppmega.overlay.plan import Plan
 from cppmega.overlay.verbs import Session
 from cppmega.overlay.verdict import DONE
-from cppmega.page import Page
+from cppmega.page import PURPOSES, Page
 from cppmega.rewriting.errors import OutsideTargetError, TargetError, UndefinedNameError
 
 LAWS = (
@@ -79,13 +79,13 @@ def check(page: Page, plan: Plan, root: Path) -> dict[str, bytes]:
     session = session_of(root, page)
     gates = {page.patch.gate: "1"} if page.patch.gate else {}
     with law("edit"):
-        verdict = overlay.apply(session, environment=gates).plan.verdicts[page.name]
+        verdict = overlay.apply(session, kinds=PURPOSES, environment=gates).plan.verdicts[page.name]
         if verdict.state not in DONE:
             what = f"{verdict.target} is {verdict.state}: {verdict.detail}."
             raise broken("known target", what, f"cppmega explain {page.name}")
         result = {path: (root / path).read_bytes() for path in pristine}
     with law("second pass"):
-        again = overlay.apply(session, environment=gates)
+        again = overlay.apply(session, kinds=PURPOSES, environment=gates)
         if again.changed or {path: (root / path).read_bytes() for path in pristine} != result:
             what = f"applying it again changes {', '.join(again.changed)}."
             raise broken("second pass", what, f"cppmega diff {page.name}")

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from cppmega.catalogue.loader import load_page
+from cppmega.catalogue.loader import SUBJECTS, catalogue_of, load_page
 from cppmega.errors import CppmegaError
 from cppmega.page import Page
 
@@ -33,13 +33,18 @@ def copy_with(page: Page, data: bytes, scratch: Path) -> Page:
     folder = scratch / f"page-{next(_COPIES)}"
     folder.mkdir(parents=True)
     own = source.parent if source.stem == "__init__" else source
-    for entry in [own, *own.parent.glob("_[!_]*")]:
+    above = catalogue_of(source)
+    shared = [entry for home in {above, own.parent} for entry in home.glob("_[!_]*")]
+    for entry in [own, *shared]:
+        copy = folder / entry.relative_to(above)
+        copy.parent.mkdir(exist_ok=True)
         if entry.is_dir():
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(entry, folder / entry.name, ignore=ignored)
+            shutil.copytree(entry, copy, ignore=shutil.ignore_patterns("__pycache__"))
         else:
-            shutil.copy(entry, folder / entry.name)
-    place = folder / source.relative_to(own.parent)
+            shutil.copy(entry, copy)
+    if above != own.parent:
+        (folder / SUBJECTS).write_text(f'{own.parent.name} = ""\n')
+    place = folder / source.relative_to(above)
     place.write_bytes(data)
     return load_page(page.name, place, page.catalogue)
 

@@ -1,27 +1,32 @@
 """Load catalogues, which are folders of pages, by path, and check the headers of their pages.
 
-The name of a page is the name of its file (or of its folder, if it consists of several files).
+The name of a page is the name of its file (or of its folder, if it consists of several files). A
+catalogue may put its pages into folders by subject, which its file `subjects.toml` lists.
 `upstream_patches` is too common a name to import, so pages are loaded by path under a private one.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
+
 from cppmega.catalogue import revision
 from cppmega.errors import CppmegaError, did_you_mean
 from cppmega.host import env, load_file, paths
-from cppmega.page import KINDS, REACHED, Page, Patch, left_alone
+from cppmega.page import KINDS, PURPOSES, REACHED, Page, Patch, left_alone
 from cppmega.rewriting.code_text import code_of
 from cppmega.rewriting.source import plain
 from cppmega.tree.installed import PACKAGES
 
 LABELS = ("What", "Why", "Upstream", "Remove", "Numerics")
+SUBJECTS = "subjects.toml"
 NUMERICS = ("none (bitwise)", "reorders sums", "changes results")
 BUILTIN = "builtin"
 _HEAVY = {"torch", "megatron", "libcst", "triton", "tilelang", "transformer_engine"}
@@ -99,17 +104,79 @@ def _refuse_cycle(pages: Mapping[str, Page]) -> None:
         ) from None
 
 
+def subjects(folder: Path) -> dict[str, str]:
+    """The subjects of a catalogue, which are the names of its folders, with their titles.
+
+    Raises:
+        CppmegaError: `bad-subjects`.
+    """
+    file = folder / SUBJECTS
+    if not file.is_file():
+        return {}
+    try:
+        found = _titles(file.read_bytes())
+        missing = [name for name in found if not (folder / name).is_dir()]
+    except (OSError, msgspec.DecodeError) as error:
+        raise _bad_subjects(file, str(error)) from None
+    if missing:
+        raise _bad_subjects(file, f"there is no folder {missing[0]}")
+    return found
+
+
+@functools.lru_cache(maxsize=8)
+def _titles(data: bytes) -> dict[str, str]:
+    return msgspec.toml.decode(data, type=dict[str, str])
+
+
+def _bad_subjects(file: Path, what: str) -> CppmegaError:
+    return CppmegaError(
+        "bad-subjects",
+        f"{file}: {what}.",
+        "The pages in the folders that it lists would silently be missing.",
+        'correct the file: each line is `folder = "title"`',
+    )
+
+
+def catalogue_of(page: Path) -> Path:
+    """The catalogue that holds a page: the folder of its file, or the one above a subject's."""
+    home = (page.parent if page.stem == "__init__" else page).parent
+    return home.parent if home.name in subjects(home.parent) else home
+
+
+def _subject(page: Path) -> str:
+    home, *rest = page.relative_to(catalogue_of(page)).parts
+    inside = rest[:-1] if page.stem == "__init__" else rest
+    return home if inside else ""
+
+
+def folders(folder: Path) -> list[Path]:
+    """The folders of a catalogue that hold pages: itself, and those of its subjects."""
+    return [folder, *(folder / name for name in subjects(folder))]
+
+
+def by_subject(
+    pages: Mapping[str, Page], extra: Sequence[Path] = ()
+) -> Iterator[tuple[str, list[Page]]]:
+    """Pages in the order of their subjects, with the title of each; those without one come last."""
+    titles: dict[str, str] = {}
+    for folder in (builtin_folder(), *extra):
+        titles = {**subjects(folder), **titles}
+    for name, title in {**titles, "": "Without a subject"}.items():
+        if found := [page for _, page in sorted(pages.items()) if page.subject == name]:
+            yield title, found
+
+
 def page_files(folder: Path) -> list[tuple[str, Path]]:
-    """List the (name, file) of every page of a folder, sorted."""
+    """List the (name, file) of every page of a catalogue, sorted."""
     found = []
-    for entry in sorted(folder.iterdir()):
+    for entry in (entry for home in folders(folder) for entry in home.iterdir()):
         if entry.stem.startswith("_"):  # shared by several pages
             continue
         if entry.is_dir() and (entry / "__init__.py").is_file():
             found.append((entry.name, entry / "__init__.py"))
         elif entry.suffix == ".py":
             found.append((entry.stem, entry))
-    return found
+    return sorted(found)
 
 
 def get(pages: dict[str, Page], name: str) -> Page:
@@ -154,6 +221,7 @@ def load_page(name: str, path: Path, label: str) -> Page:
         revision=made_of.code,
         path=str(path),
         catalogue=label,
+        subject=_subject(path),
         fixed_upstream=getattr(module, "fixed_upstream", None),
         verify=getattr(module, "verify", None),
         labels=labels(doc),
@@ -180,9 +248,13 @@ def _load_module(name: str, path: Path) -> ModuleType:
 def package_of(folder: Path) -> str:
     """Create the private package under which the pages of a folder are loaded.
 
-    Pages import what they share relatively, from a module or folder whose name begins with `_`.
+    Pages import what they share relatively, from a module or folder whose name begins with `_`;
+    those of a subject also from the catalogue's folder.
     """
-    name = f"_cppmega_pages_{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}"
+    if folder.name in subjects(folder.parent):
+        name = f"{package_of(folder.parent)}.{folder.name}"
+    else:
+        name = f"_cppmega_pages_{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}"
     load_file.package(name, folder)
     return name
 
@@ -234,6 +306,8 @@ def _patch_problems(patch: Patch) -> list[str]:
         problems.append("PATCH has no edits")
     if patch.reached not in REACHED:
         problems.append(f"reached={patch.reached!r} is not one of {', '.join(REACHED)}")
+    if patch.purpose not in PURPOSES:
+        problems.append(f"purpose={patch.purpose!r} is not one of {', '.join(PURPOSES)}")
     for name in (*filter(None, [patch.gate]), *patch.variables):
         if not name.startswith(env.PREFIX):
             problems.append(f"the variable {name} does not begin with {env.PREFIX}")

@@ -17,6 +17,7 @@ from cppmega.cli.group import answer, cli, json_option, patches_option, session_
 from cppmega.cli.reports.option import Reports, report_option
 from cppmega.errors import CppmegaError, did_you_mean
 from cppmega.host.wording import counted
+from cppmega.page import PURPOSES
 
 if TYPE_CHECKING:
     from cppmega.catalogue.decisions import Decision
@@ -42,6 +43,21 @@ if TYPE_CHECKING:
     help="Leave this patch out, such as one that does not support a new release yet; repeatable.",
     shell_complete=completion.patches,
 )
+@click.option(
+    "--kind",
+    "kinds",
+    type=click.Choice([*PURPOSES, "all"]),
+    multiple=True,
+    help="Apply only patches of this kind: fix (stock is wrong, or dies), speed (the same results "
+    "sooner), feature (only runs that ask for it change), or all; repeatable. The default is all "
+    "but patches of kind speed that do not compute stock's bits.",
+)
+@click.option(
+    "--recipe",
+    metavar="RECIPE",
+    help="Apply what this recipe names, too, whatever its kind.",
+    shell_complete=completion.recipes,
+)
 @click.option("--check", is_flag=True, help="Write nothing; exit 1 if something would be written.")
 def apply(
     root: Path | None,
@@ -49,6 +65,8 @@ def apply(
     as_json: bool,
     only: Sequence[str],
     without: Sequence[str],
+    kinds: Sequence[str],
+    recipe: str | None,
     check: bool,
 ) -> None:
     """Apply every patch to the installed Megatron.
@@ -57,6 +75,8 @@ def apply(
     """
     if both := set(only) & set(without):
         raise click.UsageError(f"--only and --without both name {', '.join(sorted(both))}")
+    if only and (kinds or recipe):
+        raise click.UsageError("--only names every patch: --kind and --recipe add nothing to it")
     import gc
 
     from cppmega.host import console
@@ -67,7 +87,14 @@ def apply(
     session = session_of(root, patches)
     if not as_json:
         console.say(f"megatron-core {session.read_tree().version} in {session.root}")
-    outcome = overlay.apply(session, only=only, without=without, check=check)
+    outcome = overlay.apply(
+        session,
+        only=only,
+        without=without,
+        kinds=PURPOSES if "all" in kinds else kinds,
+        asked=_named_by(recipe),
+        check=check,
+    )
     gc.freeze()  # nor are the syntax trees of every file searched for cycles at the end
     ok = outcome.ok and not (check and (outcome.changed or outcome.receipt_changed))
     verb = "would change" if check else "changed"
@@ -79,6 +106,14 @@ def apply(
     answer(session, outcome, as_json, ok, closing)
 
 
+def _named_by(recipe: str | None) -> tuple[str, ...]:
+    if recipe is None:
+        return ()
+    from cppmega.recipe import index
+
+    return index.load(recipe).patches
+
+
 @cli.command(name="list")
 @click.option(
     "--upstream",
@@ -88,7 +123,12 @@ def apply(
 @patches_option
 @json_option
 def list_pages(upstream: bool, patches: Sequence[Path], as_json: bool) -> None:
-    """List every patch of the catalogue with its title.
+    """List every patch of the catalogue by subject, with its kind and title.
+
+    \b
+    fix      stock is wrong, or dies
+    speed    the same results sooner, or as the page's `Numerics` says
+    feature  only runs that ask for it change
 
     With --upstream: the status of each patch upstream, as its page states it (no network is used),
     and the newest release that needs it; those that retire first come first.
@@ -110,13 +150,24 @@ def list_pages(upstream: bool, patches: Sequence[Path], as_json: bool) -> None:
         return
     if as_json:
         rows = [
-            {"name": p.name, "kind": p.patch.kind, "gate": p.patch.gate, **p.labels}
+            {
+                "name": p.name,
+                "kind": p.patch.kind,
+                "purpose": p.patch.purpose,
+                "subject": p.subject,
+                "gate": p.patch.gate,
+                **p.labels,
+            }
             for p in pages.values()
         ]
         console.print_json({**console.ENVELOPE, "ok": True, "patches": rows})
         return
-    for line in table(Row((name, _title(page))) for name, page in sorted(pages.items())):
-        click.echo(line)
+    widths = (0, max(map(len, PURPOSES)), max(map(len, pages)))
+    for title, found in catalogue.by_subject(pages, patches):
+        click.echo(f"{title}:")
+        cells = (("", page.patch.purpose, page.name, _title(page)) for page in found)
+        for line in table(map(Row, cells), widths):
+            click.echo(line)
 
 
 def _list_upstream(pages: Mapping[str, Page], as_json: bool) -> None:

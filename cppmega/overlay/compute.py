@@ -34,6 +34,7 @@ def changes_of(plan: Plan, catalogues: Sequence[Path]) -> tuple[dict[str, FileCh
         gates=plan.gates,
         excluded=list(plan.excluded),
         only=plan.only,
+        kinds=plan.kinds,
         catalogues=[str(folder) for folder in catalogues],
         catalogue_hashes=remembered.pins(catalogues),
         stack=stack(),
@@ -75,7 +76,8 @@ def changes_of(plan: Plan, catalogues: Sequence[Path]) -> tuple[dict[str, FileCh
             reached=dict(plan.pages[name].reached),
         )
     resolved = {name for name, v in plan.verdicts.items() if v.state == "upstreamed"}
-    resolved |= {*new.pages, *(set(plan.excluded) & set(plan.only or plan.excluded))}
+    by_name = set(plan.only) if plan.only or plan.kinds else set(plan.excluded)
+    resolved |= {*new.pages, *(set(plan.excluded) & by_name)}
     new.served = {k: v for k, v in plan.loaded.receipt.once_applied.items() if k not in resolved}
     new.digest = overlay_digest(new)
     new.survey = dict(sorted(plan.survey.used.items()))

@@ -50,6 +50,8 @@ class Plan:
     """Excluded page -> reason."""
     only: list[str] = field(default_factory=list)
     """The pages of `--only`; empty: every page."""
+    kinds: list[str] = field(default_factory=list)
+    """Those of `--kind`."""
 
     @property
     def failures(self) -> list[Verdict]:
@@ -162,8 +164,7 @@ def make(
 def _off(page: Page, excluded: Mapping[str, str], environment: Mapping[str, str]) -> Verdict | None:
     target = page.patch.edits[0].target
     if page.name in excluded:
-        detail = f"{excluded[page.name]}; `python -m cppmega.apply_patches` applies it again"
-        return Verdict(page.name, page.patch.kind, "off", target, detail)
+        return Verdict(page.name, page.patch.kind, "off", target, excluded[page.name])
     if not gates.is_on(page, environment):
         detail = f"set {page.patch.gate}=1 to turn it on"
         return Verdict(page.name, page.patch.kind, "off", target, detail)

@@ -22,7 +22,8 @@ SCHEMA = 2
 """The digest of schema 1 does not cover the kernels and modules that patched text runs."""
 
 _LASTING = {
-    *("identity", "megatron", "gates", "excluded", "only", "catalogues", "pages", "files", "served")
+    *("identity", "megatron", "gates", "excluded", "only", "kinds"),
+    *("catalogues", "pages", "files", "served"),
 }
 """Fields that are read from a receipt of any later schema."""
 
@@ -85,9 +86,11 @@ class Receipt(msgspec.Struct):
     files: dict[str, PatchedFile] = {}
     gates: dict[str, str] = {}
     excluded: list[str] = []
-    """Pages removed by `revert NAME` or left out by `--only`."""
+    """Pages removed by `revert NAME`, or left out by `--only`, `--without` or `--kind`."""
     only: list[str] = []
     """The pages of `--only`; empty: every page."""
+    kinds: list[str] = []
+    """What pages must be, by `--kind`; empty: anything, but see `Page.only_where_asked`."""
     served: dict[str, str] = {}
     """Pages that an earlier apply has applied and this one has not, although nobody left them out
     by name -> the version of megatron-core then."""

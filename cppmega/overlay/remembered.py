@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from cppmega.catalogue import loader as catalogue
 from cppmega.errors import CppmegaError
 from cppmega.tree.installed import sha256
 
@@ -50,8 +51,9 @@ def _contents(folder: Path) -> str:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    yield from (file for file in folder.glob("*.py") if file.is_file())
-    for page in folder.glob("*/__init__.py"):
-        for file in page.parent.rglob("*"):
-            if file.is_file() and "__pycache__" not in file.parts:
-                yield file
+    for home in catalogue.folders(folder):
+        yield from (file for file in home.glob("*.py") if file.is_file())
+        for page in home.glob("*/__init__.py"):
+            for file in page.parent.rglob("*"):
+                if file.is_file() and "__pycache__" not in file.parts:
+                    yield file

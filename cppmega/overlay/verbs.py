@@ -94,7 +94,7 @@ class Session:
             tree,
             loaded,
             self.pages,
-            excluded=left_out(loaded.receipt) if excluded is None else excluded,
+            excluded=left_out(loaded.receipt, self.pages) if excluded is None else excluded,
             environment=environment,
             interrupted=transaction.interrupted(tree),
             earlier=self._survey,
@@ -152,6 +152,8 @@ def apply(
     *,
     only: Sequence[str] = (),
     without: Sequence[str] = (),
+    kinds: Sequence[str] = (),
+    asked: Container[str] = (),
     check: bool = False,
     environment: Mapping[str, str] = os.environ,
 ) -> Outcome:
@@ -160,6 +162,9 @@ def apply(
     Args:
         only: the active pages; empty: every page.
         without: pages that are not active.
+        kinds: what an active page must be for its user; empty: anything, but pages of kind speed
+            that do not compute stock's bits are active only if they are `asked` for.
+        asked: pages that are active whatever their kind.
         check: compute everything, write nothing.
 
     Raises:
@@ -178,8 +183,13 @@ def apply(
             )
     for name in without:
         catalogue.get(session.pages, name)
-    others = set(session.pages) - set(only) if only else set()
-    chosen = Receipt(excluded=sorted(others | set(without)), only=sorted(only))
+    if only:
+        others = set(session.pages) - set(only)
+    else:
+        others = {n for n, p in session.pages.items() if n not in asked and not _is_of(p, kinds)}
+    chosen = Receipt(
+        excluded=sorted(others | set(without)), only=sorted(only), kinds=sorted(set(kinds))
+    )
     return _reconcile(session, lambda _: (chosen, environment), check)
 
 
@@ -273,11 +283,25 @@ def _refuse(plan: Plan, failures: Sequence[Verdict]) -> None:
         )
 
 
-def left_out(chosen: Receipt) -> dict[str, str]:
-    """Pages that a receipt leaves out -> why."""
-    asked = f"left out: --only asked for {', '.join(chosen.only)}"
-    alone = set(chosen.only) or set(chosen.excluded)
-    return {name: "removed by name" if name in alone else asked for name in chosen.excluded}
+def _is_of(page: Page, kinds: Container[str]) -> bool:
+    return page.patch.purpose in kinds if kinds else not page.only_where_asked
+
+
+def left_out(chosen: Receipt, pages: Mapping[str, Page]) -> dict[str, str]:
+    """Pages that a receipt leaves out -> why, and how each is applied."""
+    return {name: _why_left_out(name, chosen, pages.get(name)) for name in chosen.excluded}
+
+
+def _why_left_out(name: str, chosen: Receipt, page: Page | None) -> str:
+    why, how = "removed by name", ""
+    if chosen.only and name not in chosen.only:
+        why = f"left out: --only asked for {', '.join(chosen.only)}"
+    elif page is not None and not chosen.only and not _is_of(page, chosen.kinds):
+        asked = f"--kind asked for {', '.join(chosen.kinds)}" if chosen.kinds else ""
+        why = f"left out: {asked or 'its results are not those of stock, bit for bit'}"
+    if page is not None and page.only_where_asked:
+        how = " --kind all"
+    return f"{why}; `python -m cppmega.apply_patches{how}` applies it again"
 
 
 _Choice = tuple[Receipt, Mapping[str, str]]
@@ -285,7 +309,7 @@ _Choice = tuple[Receipt, Mapping[str, str]]
 
 
 def _without(old: Receipt, names: Sequence[str]) -> _Choice:
-    chosen = Receipt(excluded=sorted({*old.excluded, *names}), only=old.only)
+    chosen = Receipt(excluded=sorted({*old.excluded, *names}), only=old.only, kinds=old.kinds)
     return chosen, {**os.environ, **old.gates}
 
 
@@ -323,8 +347,8 @@ def _reconcile(session: Session, choose: Callable[[Receipt], _Choice], check: bo
 
 def _planned(session: Session, choose: Callable[[Receipt], _Choice]) -> Plan:
     chosen, environment = choose(receipt.load(session.read_tree()).receipt)
-    plan = session.plan(left_out(chosen), environment)
-    plan.only = chosen.only
+    plan = session.plan(left_out(chosen, session.pages), environment)
+    plan.only, plan.kinds = chosen.only, chosen.kinds
     return plan
 
 
@@ -352,6 +376,7 @@ def _needs_writing(session: Session, plan: Plan) -> bool:
         or old.gates != plan.gates
         or old.excluded != list(plan.excluded)
         or old.only != plan.only
+        or old.kinds != plan.kinds
         or old.engine != engine_revision()
         or old.catalogues != [str(folder) for folder in session.catalogues or []]
         or old.catalogue_hashes != remembered.pins(session.catalogues or ())

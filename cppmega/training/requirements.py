@@ -102,8 +102,14 @@ def patch_missing(
         "patch-missing",
         f"Recipe {recipe.name} needs the patch {name}; in {session.root} it is {state}.",
         "The run would stop later, or train something other than it claims.",
-        f"{lacks}python -m cppmega.apply_patches",
+        f"{lacks}python -m cppmega.apply_patches{_how_to_ask(recipe, session, name)}",
     )
+
+
+def _how_to_ask(recipe: Recipe, session: Session, name: str) -> str:
+    """What a command must say to apply a page that is applied only where somebody asks for it."""
+    page = session.pages.get(name)
+    return f" --recipe {recipe.name}" if page is not None and page.only_where_asked else ""
 
 
 def check_profile(recipe: Recipe, options: RunOptions) -> None:

@@ -22,7 +22,7 @@ from filelock import FileLock
 from cppmega.catalogue import loader as catalogue
 from cppmega.overlay import verbs as overlay
 from cppmega.overlay.survey import Survey
-from cppmega.page import Page
+from cppmega.page import PURPOSES, Page
 from cppmega.tree import links, wheels
 from tests import forkserver
 
@@ -166,7 +166,8 @@ def _apply(version: str, to: Path, names: Sequence[str]) -> None:
     session.pages, session._survey = pages(), _surveys.get(version)
     chosen = [session.pages[name] for name in names] or list(session.pages.values())
     gates = {p.patch.gate: "1" for p in chosen if p.patch.gate} if names else {}
-    outcome = overlay.apply(session, only=names, environment=gates)
+    kinds = () if names else PURPOSES
+    outcome = overlay.apply(session, only=names, kinds=kinds, environment=gates)
     done = {v.name for v in outcome.verdicts if v.state in ("applied", "armed")}
     not_needed = {v.name for v in outcome.verdicts if v.state in NOT_NEEDED}
     wanted = set(names) or {v.name for v in outcome.verdicts} - not_needed
