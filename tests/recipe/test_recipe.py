@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cppmega.catalogue import loader as catalogue
 from cppmega.cli import recipes_list
 from cppmega.errors import CppmegaError
 from cppmega.recipe import Mamba3, NgramHash, Recipe, layer_pattern, results
@@ -256,8 +257,7 @@ def test_what_a_release_does_not_know_depends_on_the_release() -> None:
 
 
 def test_every_shipped_recipe_names_patches_that_exist() -> None:
-    catalogue = recipes_index.folder().parent / "upstream_patches"
-    pages = {path.stem for path in catalogue.glob("*.py")}
+    pages = {name for name, _ in catalogue.page_files(catalogue.builtin_folder())}
     for name in recipes_index.shipped():
         assert set(recipes_index.load(name).patches) <= pages, name
 

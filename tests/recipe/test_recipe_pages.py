@@ -61,7 +61,7 @@ def test_unfused_scores_count_in_the_estimate_unless_a_page_provides_the_widths(
 def test_a_page_that_cannot_say_whether_it_is_wanted_stops_the_launch(
     answer: str, tmp_path: Path
 ) -> None:
-    text = (catalogue.builtin_folder() / "log_second_line.py").read_text()
+    text = (catalogue.builtin_folder() / "training" / "log_second_line.py").read_text()
     text = text.replace("    reached=", f"    wanted_by=lambda recipe: {answer},\n    reached=")
     (tmp_path / "unsure.py").write_text(text)
     page = catalogue.load_page("unsure", tmp_path / "unsure.py", "tests")
@@ -72,7 +72,7 @@ def test_a_page_that_cannot_say_whether_it_is_wanted_stops_the_launch(
 
 def test_the_page_that_changes_the_process_with_its_answer_is_named(tmp_path: Path) -> None:
     """What it changed is found when all have answered, and is not the last one's."""
-    text = (catalogue.builtin_folder() / "log_second_line.py").read_text()
+    text = (catalogue.builtin_folder() / "training" / "log_second_line.py").read_text()
     pages = {}
     for name, answer in (("harmful", "not os.environ.update(CHANGED='1')"), ("last", "True")):
         asked = f"    wanted_by=lambda recipe: {answer},\n    reached="

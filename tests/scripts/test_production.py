@@ -95,7 +95,8 @@ def test_every_recipe_says_how_it_starts_and_whether_it_ran(folder: Path) -> Non
         recipe = recipes_index.load(name)
         gates = "".join(f"{key}={value} " for key, value in recipe.wanted_gates)
         assert f"`{gates}cppmega launch {name} --data data/corpus`" in text
-        assert f"`{gates}python -m cppmega.apply_patches`" in text
+        asked = f" --recipe {name}" if "te_plain_layers" in recipe.patches else ""
+        assert f"`{gates}python -m cppmega.apply_patches{asked}`" in text
         assert (production.NOT_MEASURED in text) == (name != NAME)
     ran = sections[NAME]
     assert "torch 2.11.0, megatron-core 0.19.2 | 0123456789abcdef | curve in `whole.json` |" in ran
