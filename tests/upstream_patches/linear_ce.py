@@ -273,7 +273,7 @@ def spoken() -> Iterator[list[str]]:
     """Collect what is logged, including messages that are logged once per process."""
     said: list[str] = []
     with (
-        mock.patch.object(op, "_said", set()),
+        mock.patch.object(op, "_logged", set()),
         mock.patch.object(op._LOG, "warning", side_effect=said.append),
     ):
         yield said

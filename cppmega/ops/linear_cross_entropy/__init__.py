@@ -64,7 +64,7 @@ HiddenGrad = Literal["reduced", "partial"]
 
 _COUNT = "cppmega_counted_tokens"
 _LOG = logging.getLogger(__name__)
-_said: set[str] = set()
+_logged: set[str] = set()
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -141,9 +141,9 @@ def say_once(message: str) -> None:
     In every rank order, the last rank is on the last pipeline stage, which has the head.
     """
     alone = not (dist.is_available() and dist.is_initialized())
-    if message not in _said and (alone or dist.get_rank() == dist.get_world_size() - 1):
+    if message not in _logged and (alone or dist.get_rank() == dist.get_world_size() - 1):
         _LOG.warning(message)
-    _said.add(message)
+    _logged.add(message)
 
 
 def counting_tokens(loss_mask: Tensor, count: int) -> Tensor:
@@ -279,7 +279,7 @@ def linear_cross_entropy(
         return LinearCrossEntropyOutput(loss.view(shape), argmax, name)
 
     first_column = tp_group.rank() * weight.shape[0] if tp_group is not None else 0
-    order = None if counted_tokens is None else _those_that_count(counts, counted_tokens, caller)
+    order = None if counted_tokens is None else _counted_rows(counts, counted_tokens, caller)
     computed = rows.shape[0] if order is None else order.shape[0]
     problem = Problem(
         targets=flat_targets,
@@ -324,7 +324,7 @@ _ROW_TILE = 128
 """The number of computed rows is rounded up to complete tiles of the GEMM kernels."""
 
 
-def _those_that_count(counts: Tensor, most: int, caller: str) -> Tensor:
+def _counted_rows(counts: Tensor, most: int, caller: str) -> Tensor:
     """`[R]` int64: the rows that count, in order, padded to complete tiles with other rows."""
     torch._assert_async(
         counts.sum() <= most,

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from cppmega.ops.common.once_differentiable import once_differentiable
-from cppmega.ops.m2rnn import backward_triton as backwards
-from cppmega.ops.m2rnn import forward_triton as forwards
+from cppmega.ops.m2rnn import backward_triton, forward_triton
 
 
 class Recurrence(torch.autograd.Function):
@@ -27,10 +26,10 @@ class Recurrence(torch.autograd.Function):
         gradient_clipping: float | None,
     ) -> Tensor:
         decay, fresh = log_decay.exp(), -torch.expm1(log_decay)
-        parts = forwards.parts(k.size(-1))
+        parts = forward_triton.parts(k.size(-1))
         out = torch.empty(parts, *v.shape, dtype=_of_parts(parts, v), device=v.device)
-        states = forwards.saved_states(v, k.size(-1)) if any(ctx.needs_input_grad) else None
-        forwards.forward(q, k, v, transition, decay, fresh, bounds, states, out)
+        states = forward_triton.saved_states(v, k.size(-1)) if any(ctx.needs_input_grad) else None
+        forward_triton.forward(q, k, v, transition, decay, fresh, bounds, states, out)
         ctx.save_for_backward(q, k, v, transition, log_decay, bounds, states)
         ctx.gradient_clipping = gradient_clipping
         return _sum(out, v.dtype)
@@ -43,15 +42,15 @@ class Recurrence(torch.autograd.Function):
         key_dim = k.size(-1)
         if not (v.numel() and key_dim):
             return *map(torch.zeros_like, (q, k, v, transition, log_decay)), None, None
-        count = backwards.programs(b if bounds is None else len(bounds) - 1)
-        parts = forwards.parts(key_dim)
+        count = backward_triton.programs(b if bounds is None else len(bounds) - 1)
+        parts = forward_triton.parts(key_dim)
         like: dict[str, Any] = {"dtype": torch.float32, "device": v.device}
         d_q, d_k = (torch.empty(s, b, heads, key_dim, **like) for _ in range(2))
         d_v = torch.empty(parts, *v.shape, dtype=_of_parts(parts, v), device=v.device)
         d_weight = torch.empty(count * parts, *transition.shape, **like)
         d_log_decay = torch.empty(parts, *log_decay.shape, **like)
-        within = backwards.memory_within(count * parts, heads, key_dim, width, v.device)
-        backwards.backward(
+        within = backward_triton.memory_within(count * parts, heads, key_dim, width, v.device)
+        backward_triton.backward(
             *(q, k, v, transition, log_decay.exp(), -torch.expm1(log_decay), bounds, states),
             *(gradient.contiguous(), within, d_q, d_k, d_v, d_weight, d_log_decay),
             ctx.gradient_clipping,

@@ -3,10 +3,10 @@
 Grid: programs (at most `PROGRAMS`) x heads x parts of the K rows. As in the forward, a program of
 one warp holds some rows of a head's state, and here of its gradient dh, and the transition's
 gradient dw `[V, V]`. It recomputes the states of a chunk, from the state that the forward saved
-before it, into its own memory, and then iterates
-backwards through the chunk, with loads one step ahead. Program n of `programs` processes documents
-n, n + programs, and so on, so that this memory is bounded for any number of documents. k, v and
-the decay are read twice, q and dO once, and gradients are written once.
+before it, into its own memory, and then iterates backwards through the chunk, with loads one step
+ahead. Program n of `programs` processes documents n, n + programs, and so on, so that this memory
+is bounded for any number of documents. k, v and the decay are read twice, q and dO once, and
+gradients are written once.
 
 Latency limits it, as in the forward: each step is computed twice, one after the other
 (`benchmarks/results/m2rnn_designs.md`).
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from cppmega.ops.common.launch import on_its_device
 from cppmega.ops.common.rows import row_stride
-from cppmega.ops.m2rnn import forward_triton as forwards
+from cppmega.ops.m2rnn import forward_triton
 from cppmega.ops.m2rnn.forward_triton import (
     candidate,
     extent,
@@ -64,8 +64,9 @@ def products(h, dx, w_t, dw, NARROW: tl.constexpr):  # type: ignore[no-untyped-d
         dw = tl.dot(h_high, high, tl.dot(h_low, high, tl.dot(h_high, low, dw)))
         return tl.dot(high, w_t, tl.dot(low, w_t)), dw
     else:
-        # A sum of its own: to add each row to that of all steps would round as many times. Triton
-        # turns a product that is added into one that starts from what it is added to.
+        # This step's product must be summed separately: adding each row to the sum over all steps
+        # would round as many times. Triton turns `d + dot(...)` into a dot that accumulates onto d,
+        # hence the two negations.
         dw -= tl.dot(-tl.trans(h), dx, input_precision="ieee")
         return tl.dot(dx, w_t, input_precision="ieee"), dw
 
@@ -79,8 +80,8 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr, PACKED: tl.constexpr, NARROW: tl.constexpr, CLIP: tl.constexpr,
 ):  # fmt: skip
     WHOLE: tl.constexpr = K % ROWS == 0 and V == TILE_V
-    part, place = tl.program_id(0) % parts, tl.program_id(0) // parts
-    head = place % heads
+    part, pid = tl.program_id(0) % parts, tl.program_id(0) // parts
+    head = pid % heads
     r, j = tl.arange(0, ROWS), tl.arange(0, TILE_V)
     i = part * ROWS + r
     has_i, has_j = i < K, j < V
@@ -96,7 +97,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     dv += tl.cast(part, tl.int64) * s * b * heads * V
     d_log_decay += tl.cast(part, tl.int64) * s * b * heads
     dw = tl.zeros((TILE_V, TILE_V), tl.float32)
-    for document in range(place // heads, documents, programs):
+    for document in range(pid // heads, documents, programs):
         sequence, first, end = extent(bounds, document, s, PACKED)
         dh = tl.zeros((ROWS, TILE_V), tl.float32)
         chunks = (end - first + CHUNK - 1) // CHUNK
@@ -164,7 +165,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
                 h, q_t, k_t, v_t, do_t = h_prev, next_q, next_k, next_v, next_do
                 f, u = next_f, next_u
             tl.debug_barrier()  # the next chunk overwrites this one
-    d_weight += tl.cast(place // heads * parts + part, tl.int64) * (heads * V * V)
+    d_weight += tl.cast(pid // heads * parts + part, tl.int64) * (heads * V * V)
     tl.store(d_weight + at_w, dw, mask=has_w)
 
 
@@ -207,13 +208,14 @@ def backward(
         q, k, v, weight, decay, fresh, q if bounds is None else bounds, states, gradient, within,
         d_q, d_k, d_v, d_weight, d_log_decay, s, b, *map(row_stride, (q, k, v)), heads,
         documents, len(d_weight) // len(d_v), len(d_v), K=k.size(-1), V=width,
-        ROWS=tile_rows(k.size(-1)), TILE_V=tile(width), CHUNK=forwards.CHUNK,
+        ROWS=tile_rows(k.size(-1)), TILE_V=tile(width), CHUNK=forward_triton.CHUNK,
         PACKED=bounds is not None, NARROW=is_narrow(v, weight), CLIP=gradient_clipping,
-        num_warps=forwards.WARPS, num_stages=1,  # more need more shared memory than sm_120 has
+        num_warps=forward_triton.WARPS,
+        num_stages=1,  # more stages need more shared memory than sm_120 has
     )  # fmt: skip
 
 
 def memory_within(count: int, heads: int, key_dim: int, width: int, device: torch.device) -> Tensor:
     """Memory for the states of a chunk, of each of `count` programs of a head, fp32."""
-    size = (count, heads, forwards.CHUNK, tile_rows(key_dim), tile(width))
+    size = (count, heads, forward_triton.CHUNK, tile_rows(key_dim), tile(width))
     return torch.empty(size, dtype=torch.float32, device=device)

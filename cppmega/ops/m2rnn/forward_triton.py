@@ -133,9 +133,9 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr, PACKED: tl.constexpr, SAVE: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     WHOLE: tl.constexpr = K % ROWS == 0 and V == TILE_V
-    part, place = tl.program_id(0) % parts, tl.program_id(0) // parts
-    head = place % heads
-    sequence, first, end = extent(bounds, place // heads, s, PACKED)
+    part, pid = tl.program_id(0) % parts, tl.program_id(0) // parts
+    head = pid % heads
+    sequence, first, end = extent(bounds, pid // heads, s, PACKED)
     if first < end:
         i, j = part * ROWS + tl.arange(0, ROWS), tl.arange(0, TILE_V)
         has_i, has_j = i < K, j < V

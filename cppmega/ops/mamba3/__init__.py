@@ -1,4 +1,4 @@
-"""Mamba-3 over a sequence: our scan or mamba-ssm's kernels on a GPU, plain torch on a CPU."""
+"""Mamba-3 over a sequence: cppmega's scan or mamba-ssm's kernels on a GPU, torch on a CPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def mixed(
         definition: the definition of A.
         boundaries: int32 `[documents + 1]`, cumulative lengths of a pack, whose b is 1 and whose
             last document ends with the sequence; None: every sequence is one document.
-        chunk: tokens that are computed together, except by our scan, which takes 64 rows.
+        chunk: tokens that are computed together; cppmega's scan ignores it and uses 64 rows.
 
     Raises:
         CppmegaError: `mixer-no-kernel`, only on a GPU, where there is no fallback for a kernel.

@@ -114,7 +114,7 @@ def mixed(
 
 
 def without_tokens(inputs: Inputs, parameters: Parameters) -> Tensor:
-    """The output of no tokens, with gradients of zeros, for which a reduction may wait."""
+    """The output for no tokens, with gradients of zeros, since a reduction may wait for them."""
     given = [each for each in (*inputs, *parameters) if each is not None]
     return inputs.x + 0 * sum(each.sum().to(inputs.x.dtype) for each in given)
 

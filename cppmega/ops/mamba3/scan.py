@@ -87,7 +87,7 @@ def obstacle(inputs: Inputs, parameters: Parameters) -> str:
 class _Problem(NamedTuple):
     """The tensors of a slice of the batch, and the arguments that several kernels share."""
 
-    made: Operands
+    operands: Operands
     inputs: Inputs
     parameters: Parameters
     starts: Tensor | None
@@ -106,7 +106,7 @@ class _Problem(NamedTuple):
         angles = dense(self.inputs.angles, 1)
         return {
             "angles": angles,
-            "dt": self.made.dt,
+            "dt": self.operands.dt,
             "length": angles.size(1),
             "chunks": self.chunks,
             "angles_b": angles.stride(0),
@@ -120,17 +120,17 @@ class _Problem(NamedTuple):
     def packed(self) -> dict[str, Any]:
         """The starts of documents; without a pack, a placeholder that is not read."""
         return {
-            "starts": self.made.dt if self.starts is None else self.starts,
+            "starts": self.operands.dt if self.starts is None else self.starts,
             "PACKED": self.starts is not None,
         }
 
     def given(self) -> dict[str, Any]:
-        made, inputs, learned = self.made, self.inputs, self.parameters
+        operands, inputs, learned = self.operands, self.inputs, self.parameters
         x, z = dense(inputs.x, 2), dense(inputs.z, 2)
         ranks = ("rank_x", "rank_z", "rank_out")
         return {
             **self.angled(),
-            **{"queries": made.queries, "keys": made.keys, "log_a": made.log_a, "trap": made.trap},
+            **{name: getattr(operands, name) for name in ("queries", "keys", "log_a", "trap")},
             **self.packed(),
             **{"x": x, "x_b": x.stride(0), "x_l": x.stride(1)},
             **{"z": z, "z_b": z.stride(0), "z_l": z.stride(1)},
@@ -143,9 +143,9 @@ class _Problem(NamedTuple):
     def theta(self) -> Tensor:
         """Angles before each chunk, `[b, chunks, h, k]`, in turns between -1/2 and 1/2."""
         b, _, heads, _ = self.inputs.x.shape
-        found = self.made.dt.new_empty(b, self.chunks, heads, self.inputs.angles.size(2))
-        angles_kernel[(self.inputs.keys.size(2), b)](theta=found, **self.angled(), num_warps=4)
-        return found
+        theta = self.operands.dt.new_empty(b, self.chunks, heads, self.inputs.angles.size(2))
+        angles_kernel[(self.inputs.keys.size(2), b)](theta=theta, **self.angled(), num_warps=4)
+        return theta
 
 
 def starts_of(boundaries: Tensor | None, length: int) -> Tensor | None:
@@ -163,17 +163,17 @@ def _walking(device: torch.device) -> dict[str, int]:
 
 
 def forward(
-    made: Operands, inputs: Inputs, parameters: Parameters, boundaries: Tensor | None
+    operands: Operands, inputs: Inputs, parameters: Parameters, boundaries: Tensor | None
 ) -> Tensor:
     """The gated output `[b, l, h, p]`, in the type of x.
 
     Args:
-        made: from `operands.compute`; its angles are not read.
+        operands: what `operands.compute` returns; its angles are not read.
         inputs: of which only x, z and the angles are read.
         parameters: those of MIMO without an output norm.
         boundaries: int32 `[documents + 1]`, cumulative lengths of a pack; None: no pack.
     """
-    problem = _Problem(made, inputs, parameters, starts_of(boundaries, inputs.x.size(1)))
+    problem = _Problem(operands, inputs, parameters, starts_of(boundaries, inputs.x.size(1)))
     b, _, heads, _ = inputs.x.shape
     out = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
     forward_kernel[(heads, b)](
@@ -183,8 +183,8 @@ def forward(
     return out
 
 
-class _Found(NamedTuple):
-    """Results of the backward kernels that have a batch axis, named like the kernels' arguments."""
+class _BatchGradients(NamedTuple):
+    """Gradients with a batch axis, named like the arguments of the backward kernels."""
 
     d_queries: Tensor
     d_keys: Tensor
@@ -196,7 +196,7 @@ class _Found(NamedTuple):
     d_skip: Tensor
 
 
-class _Turning(NamedTuple):
+class _AngleGradients(NamedTuple):
     """Contributions to the gradients of angles and dt: of queries, then of keys, `[2, b, ...]`, or
     of one of the two, `[b, ...]`."""
 
@@ -206,57 +206,59 @@ class _Turning(NamedTuple):
 
 
 def backward(
-    made: Operands,
+    operands: Operands,
     inputs: Inputs,
     parameters: Parameters,
     boundaries: Tensor | None,
     do: Tensor,
 ) -> Gradients:
     """The gradients of everything that `forward` reads, from that of its result."""
-    problem = _Problem(made, inputs, parameters, starts_of(boundaries, inputs.x.size(1)))
+    problem = _Problem(operands, inputs, parameters, starts_of(boundaries, inputs.x.size(1)))
     b, length, heads, width = inputs.x.shape
     groups, rank, state = inputs.keys.shape[2:]
-    fp32, theta = made.dt.new_empty, problem.theta()
-    found = _Found(
-        torch.empty_like(made.queries),
-        torch.empty_like(made.keys),
+    fp32, theta = operands.dt.new_empty, problem.theta()
+    grads = _BatchGradients(
+        torch.empty_like(operands.queries),
+        torch.empty_like(operands.keys),
         *(do.new_empty(b, length, heads, width) for _ in range(2)),
         *(fp32(b, heads, length) for _ in range(4)),
     )
-    of_angles = (b, groups, length, inputs.angles.size(2))
-    turning = _Turning(fp32(2, b, heads, length), fp32(2, *of_angles), fp32(2, *theta.shape))
-    of_chunk = 2 * 2 * width * state + 4 * rank * (state + 3 * width)
-    at_a_time = max(1, SCRATCH // (problem.chunks * heads * of_chunk))
+    angles_shape = (b, groups, length, inputs.angles.size(2))
+    angle_grads = _AngleGradients(
+        fp32(2, b, heads, length), fp32(2, *angles_shape), fp32(2, *theta.shape)
+    )
+    chunk_bytes = 2 * 2 * width * state + 4 * rank * (state + 3 * width)
+    at_a_time = max(1, SCRATCH // (problem.chunks * heads * chunk_bytes))
     sums = []
     for first in range(0, b, at_a_time):
         own = slice(first, first + at_a_time)
         part = problem._replace(
-            made=Operands(*(each[own] for each in made)),
+            operands=Operands(*(each[own] for each in operands)),
             inputs=Inputs(*(each[own] for each in inputs)),
         )
-        into = _Found(*(each[own] for each in found))
-        sides = [_Turning(*(each[side, own] for each in turning)) for side in range(2)]
+        into = _BatchGradients(*(each[own] for each in grads))
+        sides = [_AngleGradients(*(each[side, own] for each in angle_grads)) for side in range(2)]
         sums.append(torch.cat(_parts(part, theta[own], do[own].contiguous(), into, sides), 1))
-    d_angles, d_dt = _turned_back(problem, turning)
+    d_angles, d_dt = _sum_angle_gradients(problem, angle_grads)
     learned = torch.stack(sums).sum(0)
     widths = [rank * width] * 3 + [rank * state] * 2
     rank_out, rank_z, rank_x, query_bias, key_bias = (
         each.reshape(heads, -1, rank).transpose(1, 2) for each in torch.split(learned, widths, 1)
     )
-    share = torch.sigmoid(made.trap.float())
-    from_before = functional.pad(found.d_next[..., :-1], (1, 0))
+    share = torch.sigmoid(operands.trap.float())
+    d_next_shifted = functional.pad(grads.d_next[..., :-1], (1, 0))
     return Gradients(
-        found.d_queries,
-        found.d_keys,
-        found.d_log_a,
-        d_dt + share * found.d_at_once + (1 - share) * from_before,
-        (found.d_at_once - from_before) * made.dt * share * (1 - share),
+        grads.d_queries,
+        grads.d_keys,
+        grads.d_log_a,
+        d_dt + share * grads.d_at_once + (1 - share) * d_next_shifted,
+        (grads.d_at_once - d_next_shifted) * operands.dt * share * (1 - share),
         d_angles.sum(1),
-        found.d_x,
-        found.d_z,
+        grads.d_x,
+        grads.d_z,
         query_bias,
         key_bias,
-        found.d_skip.sum((0, 2)),
+        grads.d_skip.sum((0, 2)),
         rank_x,
         rank_z,
         rank_out,
@@ -264,49 +266,53 @@ def backward(
 
 
 def _parts(
-    problem: _Problem, theta: Tensor, do: Tensor, found: _Found, turning: list[_Turning]
+    problem: _Problem,
+    theta: Tensor,
+    do: Tensor,
+    grads: _BatchGradients,
+    angle_grads: list[_AngleGradients],
 ) -> list[Tensor]:
-    """Launch the kernels of the backward that write `found` and both sides of `turning`.
+    """Launch the kernels of the backward that write `grads` and both sides of `angle_grads`.
 
     Returns:
         Gradients of parameters, `[h, ...]`: of values, queries and keys.
     """
     b, _, heads, width = problem.inputs.x.shape
     groups, rank, state = problem.inputs.keys.shape[2:]
-    chunks, fp32 = problem.chunks, problem.made.dt.new_empty
+    chunks, fp32 = problem.chunks, problem.operands.dt.new_empty
     named = {**problem.given(), "theta": theta, "do": do}
     states, gradients = (do.new_empty(b, chunks, heads, state * width) for _ in range(2))
     states_kernel[(heads, b, 2)](**named, states=states, gradients=gradients, **_walking(do.device))
     sums = fp32(b, chunks, heads, 3 * rank * width)
     values_kernel[(heads, chunks, b)](
         **named, skip=problem.parameters.d.contiguous(), states=states, gradients=gradients,
-        d_x=found.d_x, d_z=found.d_z, d_log_a=found.d_log_a, d_at_once=found.d_at_once,
-        d_next=found.d_next, d_skip=found.d_skip, sums=sums, **LAUNCH,
+        d_x=grads.d_x, d_z=grads.d_z, d_log_a=grads.d_log_a, d_at_once=grads.d_at_once,
+        d_next=grads.d_next, d_skip=grads.d_skip, sums=sums, **LAUNCH,
     )  # fmt: skip
     learned = [sums.sum((0, 1))]
     sums = fp32(b, chunks, heads, rank * state)
-    for keys, (own, d_rows) in enumerate(((states, found.d_queries), (gradients, found.d_keys))):
+    for keys, (own, d_rows) in enumerate(((states, grads.d_queries), (gradients, grads.d_keys))):
         rows_kernel[(chunks, groups, b)](
-            **named, **turning[keys]._asdict(), states=own, d_rows=d_rows, sums=sums,
+            **named, **angle_grads[keys]._asdict(), states=own, d_rows=d_rows, sums=sums,
             KEYS=bool(keys), **LAUNCH,
         )  # fmt: skip
         learned.append(sums.sum((0, 1)))
     return learned
 
 
-def _turned_back(problem: _Problem, turning: _Turning) -> tuple[Tensor, Tensor]:
+def _sum_angle_gradients(problem: _Problem, angle_grads: _AngleGradients) -> tuple[Tensor, Tensor]:
     """The gradients of the angles, `[b, g, l, k]`, and of dt, from both contributions."""
     b, _, heads, _ = problem.inputs.x.shape
     angled, packed = problem.angled(), problem.packed()
-    d_dt, d_angles, from_later = (torch.empty_like(each[0]) for each in turning)
+    d_dt, d_angles, from_later = (torch.empty_like(each[0]) for each in angle_grads)
     sizes = {name: angled[name] for name in ("length", "chunks", "H", "K", "T")}
     later_kernel[(heads, b)](
-        **packed, **sizes, d_theta=turning.d_theta, from_later=from_later,
+        **packed, **sizes, d_theta=angle_grads.d_theta, from_later=from_later,
         side_stride=from_later.numel(), num_warps=1,
     )  # fmt: skip
     angles_backward_kernel[(problem.chunks, angled["G"], b)](
-        **angled, **packed, from_later=from_later, da_sides=turning.d_angles,
-        ddt_sides=turning.d_dt, d_angles=d_angles, d_dt=d_dt, angles_stride=d_angles.numel(),
+        **angled, **packed, from_later=from_later, da_sides=angle_grads.d_angles,
+        ddt_sides=angle_grads.d_dt, d_angles=d_angles, d_dt=d_dt, angles_stride=d_angles.numel(),
         dt_stride=d_dt.numel(), num_warps=4,
     )  # fmt: skip
     return d_angles, d_dt

@@ -75,12 +75,12 @@ def decays(log_a, offs_head, first, length, begin, last, T: tl.constexpr):  # ty
     the state after the chunk; each is 0 if a document begins in between.
     """
     t = first + tl.arange(0, T)
-    log = tl.load(log_a + offs_head + t, mask=t < length, other=0.0)
-    since = tl.cumsum(log, 0)
-    whole = tl.sum(log, 0)
+    log_a_t = tl.load(log_a + offs_head + t, mask=t < length, other=0.0)
+    since = tl.cumsum(log_a_t, 0)
+    log_total = tl.sum(log_a_t, 0)
     into = tl.where(begin < first, _exp(since), 0.0)
-    out_of = tl.where(t >= last, _exp(tl.minimum(whole - since, 0.0)), 0.0)
-    return since, into, out_of, tl.where(last < first, _exp(whole), 0.0)
+    out_of = tl.where(t >= last, _exp(tl.minimum(log_total - since, 0.0)), 0.0)
+    return since, into, out_of, tl.where(last < first, _exp(log_total), 0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -109,8 +109,8 @@ def weighed(x, weight, R: tl.constexpr, T: tl.constexpr):  # type: ignore[no-unt
 def rates(angles, per_token, first, length, K: tl.constexpr, T: tl.constexpr):  # type: ignore[no-untyped-def]
     """Hyperbolic tangents of a chunk's angles, `[T, K]`."""
     t, k = tl.arange(0, T), tl.arange(0, K)
-    place = angles + tl.cast(first, tl.int64) * per_token + t[:, None] * per_token + k[None, :]
-    x = tl.load(place, mask=(first + t < length)[:, None], other=0.0).to(tl.float32)
+    ptrs = angles + tl.cast(first, tl.int64) * per_token + t[:, None] * per_token + k[None, :]
+    x = tl.load(ptrs, mask=(first + t < length)[:, None], other=0.0).to(tl.float32)
     return 2.0 * tl.sigmoid(2.0 * x) - 1.0  # not `_sigmoid`: angles accumulate its errors
 
 

@@ -15,13 +15,15 @@ from torch import Tensor
 
 from cppmega.ops.common.main_grad import MainGrad
 from cppmega.ops.common.once_differentiable import once_differentiable
-from cppmega.ops.mhc import aggregate_triton as aggregation
-from cppmega.ops.mhc import parts_triton as in_parts
-from cppmega.ops.mhc import projection_triton as projections
-from cppmega.ops.mhc import sinkhorn_triton as sinkhorns
-from cppmega.ops.mhc import streams_gradient_triton as streams_gradients
-from cppmega.ops.mhc import update_triton as updates
-from cppmega.ops.mhc import weights_triton as mappings
+from cppmega.ops.mhc import (
+    aggregate_triton,
+    parts_triton,
+    projection_triton,
+    sinkhorn_triton,
+    streams_gradient_triton,
+    update_triton,
+    weights_triton,
+)
 from cppmega.ops.mhc.naive import Parameters
 
 Found = tuple[Tensor, Tensor, Tensor]
@@ -39,14 +41,16 @@ def _mapped(streams: Tensor, parameters: Parameters, iterations: int) -> tuple[T
     s, b, n, c = streams.shape
     like: dict[str, Any] = {"dtype": torch.float32, "device": streams.device}
     phi, *rest = parameters
-    width = projections.padded(n)
-    parts = torch.empty(projections.split(s * b, n, c, streams.dtype)[0], s * b, width, **like)
-    projections.projection(_tokens(streams), in_parts.factor(phi, streams.dtype), parts)
+    width = projection_triton.padded(n)
+    parts = torch.empty(
+        projection_triton.split(s * b, n, c, streams.dtype)[0], s * b, width, **like
+    )
+    projection_triton.projection(_tokens(streams), parts_triton.factor(phi, streams.dtype), parts)
     values = torch.empty(s * b, width, **like)
     h_pre, h_post = torch.empty(s, b, n, **like), torch.empty(s, b, n, **like)
     h_res = torch.empty(s, b, n, n, **like)
     flat = h_pre.view(-1, n), h_post.view(-1, n), h_res.view(-1, n, n)
-    mappings.weights(parts, *rest, values, *flat, n * c, iterations)
+    weights_triton.weights(parts, *rest, values, *flat, n * c, iterations)
     return values, (h_pre, h_post, h_res)
 
 
@@ -79,21 +83,23 @@ class _Mapping:
             for given, size in zip(weights, sizes, strict=True)
         ]
         phi, *rest = self.parameters
-        factor = in_parts.factor(phi, self.streams.dtype)
+        factor = parts_triton.factor(phi, self.streams.dtype)
         d_values = torch.empty_like(self.values)
         shape = (3, *d_values.shape) if factor is not phi else (0,)
         d_parts = torch.empty(shape, dtype=factor.dtype, device=phi.device)
-        sums = torch.empty(mappings.programs(s * b, n), 2, len(phi), **like)
+        sums = torch.empty(weights_triton.programs(s * b, n), 2, len(phi), **like)
         width = self.streams[0, 0].numel() if s * b else phi.size(1)
-        mappings.weights_backward(
+        weights_triton.weights_backward(
             self.values, *rest, *of_weights, d_values, d_parts, sums, width, self.iterations
         )
         d_rest = [torch.empty_like(each) for each in rest]
-        mappings.parameters(sums, *d_rest, n)
+        weights_triton.parameters(sums, *d_rest, n)
         d_streams = torch.empty_like(self.streams) if begun is None else begun
-        count = streams_gradients.ranges(s * b, n, self.streams.dtype)[0] if self.want_phi else 0
+        count = (
+            streams_gradient_triton.ranges(s * b, n, self.streams.dtype)[0] if self.want_phi else 0
+        )
         parts = torch.empty(count, *phi.shape, **like)
-        streams_gradients.streams_gradient(
+        streams_gradient_triton.streams_gradient(
             _tokens(self.streams),
             factor,
             d_values,
@@ -108,10 +114,10 @@ class _Mapping:
 
     def _of_phi(self, parts: Tensor) -> Tensor | None:
         if self.main_grad is not None:
-            streams_gradients.phi_gradient(parts, self.main_grad.buffer, True)
+            streams_gradient_triton.phi_gradient(parts, self.main_grad.buffer, True)
             return self.main_grad.added()
         out = torch.empty_like(self.parameters.phi)
-        streams_gradients.phi_gradient(parts, out, False)
+        streams_gradient_triton.phi_gradient(parts, out, False)
         return out
 
 
@@ -121,7 +127,7 @@ class Sinkhorn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, iterations: int) -> Tensor:
         out = torch.empty_like(logits)
-        sinkhorns.sinkhorn(logits, out, iterations)
+        sinkhorn_triton.sinkhorn(logits, out, iterations)
         ctx.save_for_backward(logits)
         ctx.iterations = iterations
         return out
@@ -131,7 +137,7 @@ class Sinkhorn(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (logits,) = ctx.saved_tensors
         out = torch.empty_like(logits)
-        sinkhorns.sinkhorn_backward(logits, gradient.contiguous(), out, ctx.iterations)
+        sinkhorn_triton.sinkhorn_backward(logits, gradient.contiguous(), out, ctx.iterations)
         return out, None
 
 
@@ -177,7 +183,7 @@ class Aggregate(torch.autograd.Function):
         streams, h_pre = ctx.saved_tensors
         d_streams, d_pre = torch.empty_like(streams), torch.empty_like(h_pre)
         flat = _tokens(streams), h_pre.view(-1, h_pre.size(-1)), gradient.contiguous()
-        aggregation.aggregate_backward(*flat, _tokens(d_streams), d_pre.view_as(flat[1]))
+        aggregate_triton.aggregate_backward(*flat, _tokens(d_streams), d_pre.view_as(flat[1]))
         return d_streams, d_pre, None
 
 
@@ -187,7 +193,7 @@ def _aggregated(ctx: Any, streams: Tensor, h_pre: Tensor, out: Tensor | None) ->
         out = streams.new_empty(s, b, c)
     else:
         ctx.mark_dirty(out)
-    aggregation.aggregate(_tokens(streams), h_pre.view(-1, h_pre.size(-1)), out)
+    aggregate_triton.aggregate(_tokens(streams), h_pre.view(-1, h_pre.size(-1)), out)
     return out
 
 
@@ -234,7 +240,7 @@ class Read(torch.autograd.Function):
             aggregated = aggregated.contiguous()
             d_pre = torch.empty_like(mapping.h_pre)
             flat = d_pre.view(-1, d_pre.size(-1))
-            aggregation.aggregate_dots(_tokens(mapping.streams), aggregated, flat)
+            aggregate_triton.aggregate_dots(_tokens(mapping.streams), aggregated, flat)
         begun = None if begun is None else begun.contiguous()
         found = mapping.gradients([d_pre, d_post, d_res], begun, aggregated)
         return *found, None, None, None
@@ -250,7 +256,7 @@ class Write(torch.autograd.Function):
         ctx.save_for_backward(streams, h_res, h_post, out, bias)
         found = torch.empty_like(streams)
         flat = h_res.view(-1, *h_res.shape[2:]), h_post.view(-1, h_post.size(-1))
-        updates.update(_tokens(streams), *flat, out, bias, _tokens(found))
+        update_triton.update(_tokens(streams), *flat, out, bias, _tokens(found))
         return found
 
     @staticmethod
@@ -261,7 +267,7 @@ class Write(torch.autograd.Function):
         d_streams, d_out = torch.empty_like(streams), torch.empty_like(out)
         d_res, d_post = torch.empty_like(h_res), torch.empty_like(h_post)
         n = h_post.size(-1)
-        updates.update_backward(
+        update_triton.update_backward(
             _tokens(streams),
             h_res.view(-1, n, n),
             h_post.view(-1, n),
@@ -282,7 +288,7 @@ def _of_bias(bias: Tensor | None, h_post: Tensor, gradient: Tensor) -> Tensor | 
         return None
     flat = h_post.view(-1, h_post.size(-1))
     parts = torch.empty(
-        updates.bias_parts(len(flat))[0], len(bias), dtype=torch.float32, device=bias.device
+        update_triton.bias_parts(len(flat))[0], len(bias), dtype=torch.float32, device=bias.device
     )
-    updates.bias_gradient(flat, _tokens(gradient), parts)
+    update_triton.bias_gradient(flat, _tokens(gradient), parts)
     return parts.sum(0).to(bias.dtype)

@@ -37,12 +37,12 @@ def in_parts(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def store_parts(parts, at, x, mask, size):  # type: ignore[no-untyped-def]
+def store_parts(parts, offs, x, mask, size):  # type: ignore[no-untyped-def]
     """Store the three parts of `x`, `size` elements apart."""
     high, middle, low = in_parts(x)
-    tl.store(parts + at, high, mask=mask)
-    tl.store(parts + size + at, middle, mask=mask)
-    tl.store(parts + 2 * size + at, low, mask=mask)
+    tl.store(parts + offs, high, mask=mask)
+    tl.store(parts + size + offs, middle, mask=mask)
+    tl.store(parts + 2 * size + offs, low, mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -45,9 +45,9 @@ def _length(squares, ROOT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _row_of(at, N: tl.constexpr):  # type: ignore[no-untyped-def]
+def _row_of(offs, N: tl.constexpr):  # type: ignore[no-untyped-def]
     """The columns of `h_pre`, `[N, 1]`, and of `h_res`, `[N, N, 1]`, from their addresses."""
-    return at[None, :] + tl.arange(0, N)[:, None], at[None, None, :] + 2 * N + places(N)
+    return offs[None, :] + tl.arange(0, N)[:, None], offs[None, None, :] + 2 * N + places(N)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -1,4 +1,4 @@
-"""The linear layers of a group of experts, each of its own tokens, in one product for all."""
+"""The linear layers of a group of experts, each applied to its own tokens, in one grouped GEMM."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def grouped_linear(
         products: computes all products of one kind.
         fused: whether Megatron's gradient accumulation fusion is on, with which the gradients of
             the weights go to their `main_grad`, in the type of that.
-        first: whether those of this call replace what is in `main_grad`, which in the first
-            micro-batch of a step is zero.
+        first: whether the gradients of this call replace the contents of `main_grad`, which are
+            zero in the first micro-batch of a step.
 
     Returns:
         `[tokens, N]`.
@@ -81,7 +81,7 @@ class _GroupedLinear(torch.autograd.Function):
 def _weight_gradients(
     ctx: Any, inputs: Sequence[Tensor], gradients: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
-    """The gradients of the weights, or what is returned if they went to `main_grad`."""
+    """The gradients of the weights, or the values to return if `main_grad` received them."""
     main_grads: list[MainGrad] | None = ctx.main_grads
     if main_grads is None:
         own = list(weights[0].new_empty(len(weights), *weights[0].shape).unbind())
@@ -101,10 +101,10 @@ def _compute(
     layout: str,
     **more: bool,
 ) -> None:
-    """Compute products of which nothing is quantized.
+    """Compute products without quantization.
 
-    Those for tokens (TN, NN) are written into one tensor, one after the other; those for weights
-    (NT) into a tensor each.
+    Products for tokens (TN, NN) are written consecutively into one tensor; products for weights
+    (NT) into one tensor each.
     """
     own = {"grad": layout != "TN", "single_output": layout != "NT"}
     quantizers = [None] * len(a)

@@ -1,8 +1,8 @@
 """Linear layers whose weight gradient is added to Megatron's sum, of any width.
 
 A product with bf16 rows that do not begin at multiples of 16 bytes runs in kernels that are several
-times as slow. So such a weight is padded by rows of zeros for the product, and stays as it is
-otherwise: the padding has no gradient and is in no checkpoint.
+times as slow. Such a weight is padded by rows of zeros for the product only: the padding has no
+gradient and is in no checkpoint.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cppmega.ops.common.once_differentiable import once_differentiable
 from cppmega.ops.common.weight_gradient import MIXED, add_weight_gradient
 
 BYTES = 16
-"""What the length of a row must be a multiple of."""
+"""Fast kernels need rows whose length in bytes is a multiple of this."""
 
 
 def padding(width: int, dtype: torch.dtype) -> int:
@@ -43,7 +43,7 @@ def linear(x: Tensor, weight: Tensor, fused: bool = False) -> Tensor:
 
 
 def padded_linear(x: Tensor, weight: Tensor, fused: bool = False) -> Tensor:
-    """The same, followed by columns of zeros.
+    """Compute `linear`, followed by columns of zeros.
 
     Returns:
         `[..., N + padding(N)]`. The gradients of the added columns are ignored.
@@ -77,7 +77,7 @@ class _Linear(torch.autograd.Function):
 def _weight_gradient(
     x: Tensor, gradient: Tensor, weight: Tensor, main: MainGrad | None
 ) -> Tensor | None:
-    """The gradient of a weight, or what is returned if it was added to `main_grad`."""
+    """The gradient of a weight, or the value to return if it was added to `main_grad`."""
     if main is None:
         return _product(gradient.t(), x, weight.dtype)[: len(weight)]
     if gradient.shape[1] == len(weight):

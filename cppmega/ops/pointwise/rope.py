@@ -31,7 +31,7 @@ def obstacle(t: Tensor, angles: Tensor, adjacent: bool, gathered: bool) -> str |
 
 
 def takes(t: Tensor, angles: Tensor, adjacent: bool, gathered: bool) -> bool:
-    """Whether `rotated` computes a call: on a GPU, unless an obstacle is warned of."""
+    """Whether `rotated` supports a call on a GPU; warns with the reason if it does not."""
     return taken("its rotary embedding", t, obstacle(t, angles, adjacent, gathered))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from cppmega.ops.common.dispatch import taken
 
 MOST_EXPERTS = 128
-"""A program holds the sums of all experts for some columns in registers."""
+"""The largest number of experts whose sums, for some columns, a program holds in registers."""
 
 
 def obstacle(inp: Tensor, weight: Tensor, given: Tensor) -> str | None:
@@ -28,7 +28,7 @@ def obstacle(inp: Tensor, weight: Tensor, given: Tensor) -> str | None:
 
 
 def takes(inp: Tensor, weight: Tensor, given: Tensor) -> bool:
-    """Whether `gradients` computes a call: on a GPU, unless an obstacle is warned of."""
+    """Whether `gradients` supports a call on a GPU; warns with the reason if it does not."""
     return taken("its backward of routers", inp, obstacle(inp, weight, given))
 
 

@@ -129,7 +129,7 @@ def test_only_the_tokens_that_count_are_computed(
 def test_tokens_that_count_fill_whole_tiles() -> None:
     case = make_case(tokens=300, dtype=torch.float32)
     counts = (case.weights != 0) & (case.targets != -100)
-    order = op._those_that_count(counts, int(counts.sum()), "test")
+    order = op._counted_rows(counts, int(counts.sum()), "test")
     assert order.shape == (256,)
     assert order.unique().shape == (256,)
     assert counts[order].sum() == counts.sum()

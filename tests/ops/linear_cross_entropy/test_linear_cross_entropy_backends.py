@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 def test_auto_says_once_what_it_chose(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(op, "_said", set())
+    monkeypatch.setattr(op, "_logged", set())
     monkeypatch.delenv(op.ENVIRONMENT, raising=False)
     case = make_case()
     with caplog.at_level(logging.WARNING):
