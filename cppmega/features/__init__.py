@@ -1,1 +1,1 @@
-"""Layers and options that recipes ask for and Megatron does not have."""
+"""Layers and options that recipes request and Megatron lacks."""

@@ -1,8 +1,8 @@
-"""Read a module's parameters without calling it, once they have arrived.
+"""Wait for a module's gathered parameters, in order to read them without calling the module.
 
 With `--overlap-param-gather`, Megatron's DDP gathers parameters during the forward pass, and waits
-for them in a hook before the call of their module. What is read without such a call may have the
-values of the step before. Megatron's fused experts run these hooks in the same way.
+for them in a hook before the call of their module. A parameter that is read without such a call may
+have the values of the previous step. Megatron's fused experts run these hooks in the same way.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ Module = TypeVar("Module", bound=torch.nn.Module)
 
 
 def arrived(module: Module) -> Module:
-    """Run what hooks run before a call of the module, and return it.
+    """Run the module's forward pre-hooks, which wait for its parameters, and return the module.
 
     Args:
-        module: its own parameters are waited for, not those of modules in it. The hooks are given
-            None for the input, which those of DDP ignore.
+        module: the module; parameters of its submodules are not waited for. Its hooks receive None
+            as the input, which those of DDP ignore.
     """
     for hook in tuple(module._forward_pre_hooks.values()):
         hook(module, None)

@@ -1,4 +1,4 @@
-"""Parameters that stay fp32 in a model of another type."""
+"""Parameters that stay in fp32 when the model is converted to another type."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def read(
 
     Args:
         variable: the variable of the part.
-        kind: a dataclass of sizes, whose attribute `problem`, if any, tells why they contradict.
+        kind: a dataclass of sizes; its attribute `problem`, if any, says why they contradict.
         environ: the environment of the rank.
 
     Raises:

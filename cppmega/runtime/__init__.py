@@ -1,1 +1,1 @@
-"""The halves of single pages that patched code imports, each named after its page."""
+"""Code that the text patched by a single page imports, in a module named after the page."""

@@ -1,9 +1,8 @@
 """Copies on the host, from which another process writes an asynchronous save.
 
 Megatron's worker maps the trainer's tensors on the GPU and copies them itself, which fails for a
-model with many parameters. Here the trainer copies, into memory without a name that the worker maps
-once: no file system has to be large enough for it, and nothing is left of it when both processes
-have ended.
+model with many parameters. Here the trainer copies them into anonymous memory that the worker maps
+once: no file system needs room for it, and nothing is left when both processes have ended.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _ALIGNMENT = 64
 
 
 def on_host(request: Any) -> Any:
-    """Copy what a request is to save, and let it save the copies.
+    """Copy the tensors of a save request to the host, and return a request that saves the copies.
 
     Args:
         request: a Megatron `AsyncRequest`. With a `preload_fn`, its second argument is a list of
@@ -66,7 +65,7 @@ def on_host(request: Any) -> Any:
             opened.callback(os.close, descriptors[-1])
             os.ftruncate(descriptors[-1], max(size, 1))  # an empty file cannot be mapped
         _copy(descriptors, places, tensors)
-        shared = [reduction.DupFd(one) for one in descriptors]  # until the worker has taken it
+        shared = [reduction.DupFd(one) for one in descriptors]  # open until the worker receives it
     return request._replace(
         async_fn=partial(_write, request.async_fn, shared),
         async_fn_args=[first, described, *others],
@@ -76,7 +75,7 @@ def on_host(request: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where in the shared memory a tensor is, and what it is."""
+    """The position of a tensor in the shared memory, its shape and its type."""
 
     file: int
     start: int
@@ -89,9 +88,9 @@ class _Place:
         return self.start + -(-size // _ALIGNMENT) * _ALIGNMENT
 
     def in_(self, files: list[mmap.mmap]) -> Tensor:
-        """The tensor, whose storage is no larger than itself, because a save writes all of it."""
+        """Return the tensor with a storage of exactly its size, because a save writes all of it."""
         count = math.prod(self.shape)
-        if count == 0:  # of which no buffer can be made
+        if count == 0:  # `frombuffer` rejects empty buffers
             return torch.empty(self.shape, dtype=self.dtype)
         mapped = files[self.file]
         flat = torch.frombuffer(mapped, dtype=self.dtype, count=count, offset=self.start)
@@ -99,7 +98,7 @@ class _Place:
 
 
 def _places(buckets: list[Any]) -> Iterator[_Place]:
-    """In the order of the buckets, each at the end of the file that is the smallest by then."""
+    """Assign a place to every tensor in bucket order, at the end of the smallest file so far."""
     ends = [0] * _FILES
     for _, _, (_, tensors) in buckets:
         for _, tensor in tensors:
@@ -120,7 +119,7 @@ def _sizes(places: list[_Place]) -> list[int]:
 def _copy(descriptors: list[int], places: list[_Place], tensors: list[Tensor]) -> None:
     """Write the bytes of every tensor to its place.
 
-    By `pwrite`, because a mapping of new memory would be faulted in page by page.
+    This uses `pwrite`, because a mapping of new memory would be faulted in page by page.
     """
     if any(tensor.is_cuda for tensor in tensors):
         torch.cuda.synchronize()  # the threads use the default stream
@@ -146,9 +145,9 @@ def _fill(descriptor: int, tensors: list[tuple[int, Tensor]]) -> None:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The bytes of all elements in order, without a copy where they are in memory so."""
+    """Return the bytes of all elements in order, without a copy if memory has them in order."""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    if flat.stride(0) != 1:  # `reshape` keeps it, as of an expanded element, or of a single one
+    if flat.stride(0) != 1:  # `reshape` keeps the stride of an expanded or a single element
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8)
 
@@ -161,7 +160,7 @@ def _write(
     *others: Any,
     **named: Any,
 ) -> None:
-    """Map the copies, and write them as Megatron does; in the worker."""
+    """Map the copies in the worker, and write them as Megatron does."""
     files = [_mapped(one.detach()) for one in shared]
     buckets = [
         (file, key, (bytes_, [(item, place.in_(files)) for item, place in copies]))
@@ -171,7 +170,7 @@ def _write(
 
 
 def _mapped(descriptor: int) -> mmap.mmap:
-    """Map a file, whose memory then lives as long as a tensor in it does."""
+    """Map a file; its memory lives as long as any tensor in it."""
     try:
         return mmap.mmap(descriptor, 0)
     finally:
@@ -183,7 +182,7 @@ def check_alive(caller: Any) -> None:
 
     Args:
         caller: a Megatron `PersistentAsyncCaller`, whose process has not yet reported the current
-            save. If it has ended, nobody waits for it when this rank ends, either.
+            save. If it has ended, this rank does not wait for it on exit, either.
 
     Raises:
         CppmegaError: `checkpoint-writer-died`.
@@ -199,14 +198,14 @@ def check_alive(caller: Any) -> None:
         "checkpoint-writer-died",
         "The process that writes this rank's asynchronous checkpoints ended with exit code "
         f"{worker.exitcode}.",
-        "The checkpoint is incomplete, and Megatron would wait for it without end.",
+        "The checkpoint is incomplete, and Megatron would wait for it forever.",
         "see the traceback of the process above; resume from the last complete checkpoint, with "
         "--set async_save=False if it ends again",
     )
 
 
 def _refuse_too_large(size: int) -> None:
-    """Refuse copies that the host has no memory for, which the kernel would answer by a kill."""
+    """Refuse copies that the host lacks memory for; the OOM killer would end a process instead."""
     available = memory.available()
     if size <= available:
         return

@@ -2,9 +2,9 @@
 
 Megatron asks the backend at every call. If it declines, only a debug-level line is logged, and the
 run continues with fp32 scores of all keys. Limits that the configuration shows are refused when a
-layer is built; those that only a call shows (a mask of its own, types, layouts) at the call. Calls
-that the pages `dsa_attention_kernels` and `dsa_indexer_kernels` serve do not reach TileLang, so
-they have no limit.
+layer is built; those that only a call shows (an explicit mask, types, layouts) at the call. Calls
+that the pages `dsa_attention_kernels` and `dsa_indexer_kernels` serve do not reach TileLang, so its
+limits do not apply to them.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def refuse_attention(config: Any, query: Tensor, key: Tensor, value: Tensor | in
 
 
 def cannot_run(backend: str, limit: str) -> CppmegaError:
-    """Return the error that names a limit."""
+    """Return the error for a limit."""
     return CppmegaError(
         "dsa-backend-cannot-run",
         f"The DSA backend {backend} cannot run {limit}.",
@@ -98,7 +98,7 @@ def cannot_run(backend: str, limit: str) -> CppmegaError:
 
 
 def limits(config: Any) -> Iterator[str]:
-    """Yield what the backend named by a configuration cannot run of it, as parts of a sentence."""
+    """Yield the parts of a configuration that its backend cannot run, as clauses."""
     backend = config.dsa_kernel_backend
     if str(config.attention_backend).endswith("unfused"):
         yield "with attention_backend=unfused, which uses no backend"

@@ -102,8 +102,8 @@ def _check_state(stack: Any, state: MutableMapping[str, Any], prefix: str, *rest
     """Remove the indexer weights of Shared layers from a state, and refuse one that lacks others.
 
     torch does not tell hooks whether the load is strict, and Megatron's loader repeats a failed
-    strict load without strictness. So a state is refused if it has indexers but lacks some of this
-    stack's; one without any was saved without DSA, and is left to torch.
+    strict load non-strictly. A state is therefore refused if it has indexers but lacks some of this
+    stack's; a state without any was saved without DSA, and is left to torch.
     """
     held = indexed_layers(state)
     missing, skipped = [], []

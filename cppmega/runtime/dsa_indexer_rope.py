@@ -2,7 +2,8 @@
 
 Releases 0.16 to 0.18 rotate the last channels of a head, in interleaved pairs; the page rotates the
 first ones, in halves. No name or shape of a weight shows which of them it was trained for, so every
-checkpoint that the patched code writes says so, and one that does not is not loaded unasked.
+checkpoint that the patched code writes records it, and one without the record is refused unless the
+user states its order.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def permuted(tensor: Tensor, width: int, rotated: int) -> Tensor:
 
 
 def record(args: Any) -> None:
-    """State in the arguments, which a checkpoint keeps, that its rows are the page's."""
+    """Record in the arguments, which a checkpoint keeps, that its rows are the page's."""
     setattr(args, RECORD, True)
 
 
@@ -87,7 +88,7 @@ def load(args: Any, state: MutableMapping[str, Any]) -> None:
 
 
 def _is_recorded(saved: Any) -> bool:
-    """Whether the run that saved these arguments had the page, or a Megatron that needs none."""
+    """Whether the run that saved these arguments had the page, or a Megatron that needs no page."""
     if getattr(saved, RECORD, False):
         return True
     try:  # the trainer records all pages

@@ -1,9 +1,9 @@
 """The check of local gradients for NaN and Inf, with one wait for the GPU per step.
 
 As soon as a bucket is complete, in the middle of the backward pass, Megatron compares the norm of
-its gradients with NaN and Inf, and reads both results on the host. Here the norms are taken at the
-same points and stay on the device; they are compared when the reductions of a model chunk have
-ended, still before the optimizer changes a weight. A gradient that is not finite is then given to
+its gradients with NaN and Inf, and reads both results on the host. Here the norms are computed at
+the same points and stay on the device; they are compared when the reductions of a model chunk have
+ended, still before the optimizer changes a weight. A gradient that is not finite is then passed to
 Megatron's own check, with the norm that it had before the reduction.
 """
 
@@ -22,7 +22,7 @@ _WITHHELD = "_cppmega_withheld"
 
 @dataclass(frozen=True, slots=True)
 class _KnownNorm:
-    """What Megatron's check asks of a bucket and of its gradients: their norm."""
+    """A stand-in for a bucket and its gradients, of which Megatron's check reads only the norm."""
 
     value: Tensor
 
@@ -41,13 +41,13 @@ class _KnownNorms:
 
 
 _noted: dict[Any, list[Tensor]] = {}
-"""Norms by group of buckets, in the order of Megatron's own checks. None was read yet."""
+"""Unread norms by group of buckets, in the order of Megatron's own checks."""
 
 
 def note(group: Any, check_for_nan_or_inf: bool, check_for_large: bool) -> None:
-    """Take the norms of a group of buckets before its reduction, in place of `check_grads`.
+    """Compute the norms of a group of buckets before its reduction, in place of `check_grads`.
 
-    Gradients that are checked for their size are checked at once, as Megatron does.
+    Gradients that are checked for their size are checked immediately, as Megatron does.
 
     Args:
         group: a `_ParamAndGradBucketGroup`.
@@ -56,7 +56,7 @@ def note(group: Any, check_for_nan_or_inf: bool, check_for_large: bool) -> None:
 
     Raises:
         RuntimeError: Megatron's, if the norms of an earlier reduction were never settled and are
-            not finite, or at once in a check for size.
+            not finite, or immediately in a check for size.
     """
     if group in _noted:
         _settle()
@@ -67,10 +67,10 @@ def note(group: Any, check_for_nan_or_inf: bool, check_for_large: bool) -> None:
 
 
 def settled(groups: Sequence[Any]) -> Iterator[Any]:
-    """The groups, one after another; after the last one, all norms so far are checked.
+    """Yield the groups one by one; after the last, check all norms so far.
 
     Raises:
-        RuntimeError: Megatron's, if one is not finite.
+        RuntimeError: Megatron's, if a norm is not finite.
     """
     yield from groups
     _settle()
@@ -99,14 +99,14 @@ def _settle() -> None:
 
 
 def _only_looks_for_failures(machine: Any) -> bool:
-    """Whether Megatron neither runs this step again nor injects errors, which take any norm."""
+    """Whether Megatron neither reruns this step nor injects errors, which need every norm."""
     modes, states = rerun_state_machine.RerunMode, rerun_state_machine.RerunState
     first = machine.mode == modes.VALIDATE_RESULTS and machine.state == states.INITIAL_RUN
     return bool(first and not machine.error_injector.should_inject_errors)
 
 
 def _withheld(machine: Any) -> list[tuple[Any, list[Tensor]]]:
-    """The finite norms of this pass that Megatron was not given."""
+    """The finite norms of this pass that were not passed to Megatron."""
     numbers, norms = getattr(machine, _WITHHELD, (None, []))
     if numbers is not machine.validation_counts:  # each pass has new ones
         norms = []

@@ -1,8 +1,8 @@
-"""The kernels of hyper-connections in Megatron's own module, where it has one: dev, and 0.20.
+"""cppmega's kernels in Megatron's own hyper-connection module, which dev and 0.20 have.
 
-`mhc` adds hyper-connections to a release without them. Here the module, its parameters and its
-callers are Megatron's own, and only the computation comes from `cppmega.ops.mhc`. The weights stay
-in fp32 where Megatron rounds them to the type of the streams.
+`cppmega.features.mhc` adds hyper-connections to a release without them. Here the module, its
+parameters and its callers are Megatron's own, and only the computation comes from
+`cppmega.ops.mhc`. The weights stay in fp32 where Megatron rounds them to the type of the streams.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cppmega.ops.mhc import naive as reference
 
 
 def use_kernels(module: Any) -> None:
-    """Give a `HyperConnectionModule` the ops that its `aggregate` and its end of a site call.
+    """Set the ops that a `HyperConnectionModule` calls in `aggregate` and at the end of a site.
 
     Raises:
         CppmegaError: `mhc-no-fused-kernel`: the kernels cannot run where this model will run.

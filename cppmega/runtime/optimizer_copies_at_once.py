@@ -1,8 +1,8 @@
-"""What the distributed optimizer does for every parameter on the host, done for all at once.
+"""The distributed optimizer's views and copies of parameters, for all parameters at once.
 
 A rank of Megatron's distributed optimizer owns a contiguous part of every parameter's gradient and
-of its place in the parameter buffer. Megatron cuts these parts out again in each step, and copies
-each updated part by a kernel of its own: hundreds of calls, during which the GPU waits.
+of its place in the parameter buffer. Megatron slices these parts anew in each step, and copies each
+updated part by a separate kernel: hundreds of calls, during which the GPU waits.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _PARTS = "_cppmega_parts"
 
 
 def part(optimizer: Any, use: str, parameter: Tensor, buffer: Tensor, range_: Any) -> Tensor:
-    """`buffer.view(-1)[range_.start : range_.end]`, the same view as long as that is the same.
+    """Return `buffer.view(-1)[range_.start : range_.end]`, cached while buffer and range persist.
 
     Args:
         optimizer: a `DistributedOptimizer`, which keeps the views.
-        use: what the view is for; a parameter has one view per use.
-        parameter: that of the model; it lives as long as the optimizer.
-        buffer: where the view is taken from.
+        use: the purpose of the view; a parameter has one view per use.
+        parameter: the model's; it lives as long as the optimizer.
+        buffer: the tensor to slice.
         range_: a Megatron `Range` of elements.
     """
     parts: dict[tuple[str, int], _Part] = vars(optimizer).setdefault(_PARTS, {})
@@ -48,21 +48,21 @@ class _Part:
 
 @dataclass(slots=True)
 class Copies:
-    """Copies that are collected, and then made by one call for each pair of types."""
+    """Copies that are collected, then run by one call for each pair of types."""
 
     _by_type: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = field(
         default_factory=dict
     )
 
     def add(self, target: Tensor, source: Tensor) -> None:
-        """Note `target.copy_(source)`; both have the same shape."""
+        """Collect `target.copy_(source)`; both have the same shape."""
         # PyTorch copies a list of tensors by few kernels only if they are of the same types.
         targets, sources = self._by_type.setdefault((target.dtype, source.dtype), ([], []))
         targets.append(target)
         sources.append(source)
 
     def make(self) -> None:
-        """Make all of them."""
+        """Run all collected copies."""
         with torch.no_grad():
             for targets, sources in self._by_type.values():
                 torch._foreach_copy_(targets, sources)

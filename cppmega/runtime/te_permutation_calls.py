@@ -1,7 +1,7 @@
 """Calls of PyTorch's custom operators without the dispatcher.
 
-A custom operator in Python passes through the dispatcher and several Python layers, which check
-for aliases and mutations, in every call. What it computes, and its backward, are plain functions.
+In every call, a custom operator in Python passes through the dispatcher and several Python layers
+that check for aliases and mutations. Its computation and its backward are plain functions.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from cppmega.ops.common.once_differentiable import once_differentiable
 
 @cache
 def direct(operator: Any) -> Callable[..., Any]:
-    """What calls the functions of an operator themselves, with its backward.
+    """Return a function that calls an operator's forward and backward functions directly.
 
-    Where a call is traced, or an argument is a subclass of Tensor that the dispatcher has to know,
-    the operator is called.
+    It calls the operator itself while torch.compile traces, and if an argument is a subclass of
+    Tensor, which the dispatcher must see.
 
     Args:
         operator: a `torch.library.CustomOpDef` with `register_autograd`, as

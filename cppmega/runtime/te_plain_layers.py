@@ -1,4 +1,4 @@
-"""Transformer Engine's layers in 16 bits, without what it prepares for every call.
+"""Transformer Engine's layers in 16 bits, without the setup that it repeats in every call.
 
 Its linear layer collects some sixty settings, most of them for quantization, and its norm builds a
 fuser of operations. Where nothing is quantized, the host spends most of such a layer's time there.
@@ -24,12 +24,12 @@ _LINEAR = "transformer_engine.pytorch.module.linear"
 _EXPERTS = "transformer_engine.pytorch.module.grouped_linear"
 _PRODUCTS = "transformer_engine.pytorch.cpp_extensions"
 _DECORATES = ("transformer_engine.pytorch.jit", "torch._dynamo")
-"""Modules whose decorators Transformer Engine puts around its own functions."""
+"""Modules whose decorators wrap Transformer Engine's own functions."""
 _PLAIN = "_cppmega_is_plain"
 
 
 def linear(layer: Any, x: Tensor) -> Tensor | None:
-    """The result of a linear layer, if one product computes it; None: it takes more than that.
+    """The result of a linear layer if one product computes it; None if the layer does more.
 
     Args:
         layer: a Megatron `TELinear`.
@@ -76,7 +76,8 @@ def experts(layer: Any, x: Tensor, splits: Sequence[int]) -> Tensor | None:
         return None
     if not _calls_its_own(_EXPERTS, "GroupedLinear", "general_grouped_gemm"):
         return None
-    # As Transformer Engine does, which is told so by Megatron in the first micro-batch.
+    # In the first micro-batch, which Megatron marks, gradients replace main_grad, as in
+    # Transformer Engine.
     first = not layer.disable_parameter_transpose_cache and layer.is_first_microbatch
     layer.is_first_microbatch = False
     products = sys.modules[_PRODUCTS].general_grouped_gemm
@@ -85,7 +86,7 @@ def experts(layer: Any, x: Tensor, splits: Sequence[int]) -> Tensor | None:
 
 
 def _plain_experts(layer: Any) -> tuple[str, ...]:
-    """The names of the weights of all experts; empty: the layer is more than products of them."""
+    """The names of the weights of all experts; empty if the layer does more than multiply."""
     # One tensor for all experts, or products for which their numbers of tokens stay on the GPU.
     others = ("single_grouped_weight", "use_grouped_tensor")
     names = tuple(f"weight{at}" for at in range(layer.num_gemms))
@@ -96,9 +97,9 @@ def _plain_experts(layer: Any) -> tuple[str, ...]:
 
 
 def _is_plain(layer: Any, weights: Sequence[Any]) -> bool:
-    """Whether the layer is a product and nothing else, by what does not change after it is built.
+    """Whether the layer only multiplies, judged by attributes that are fixed when it is built.
 
-    A weight that is quantized, or is gathered for each use, has a type of its own.
+    A weight that is quantized, or that is gathered for each use, is not a plain Parameter.
     """
     store = getattr(layer, "wgrad_store", None)
     return (
@@ -118,10 +119,9 @@ def _on_gpu(x: Tensor) -> bool:
 
 
 def _computes_plainly(x: Tensor, weight: Tensor) -> bool:
-    """Whether a call now is a product in 16 bits.
+    """Whether a call at this moment is a single product in 16 bits.
 
-    That is, whether Transformer Engine neither quantizes, calibrates, offloads nor traces at
-    present.
+    Transformer Engine must not be quantizing, calibrating, offloading or tracing.
     """
     if x.dtype != weight.dtype or x.dtype not in (torch.bfloat16, torch.float16) or not _on_gpu(x):
         return False
@@ -138,18 +138,18 @@ def _computes_plainly(x: Tensor, weight: Tensor) -> bool:
 
 
 def _calls_its_own(module: str, kind: str, product: str) -> bool:
-    """Whether a layer of Transformer Engine would call the functions that Transformer Engine has.
+    """Whether a layer of Transformer Engine would call its original functions, not replacements.
 
     Args:
         module: the module of the layer.
-        kind: the name of its class; that of its autograd function has an underscore more.
-        product: the name of the function by which it multiplies.
+        kind: the name of its class; its autograd function has the same name after an underscore.
+        product: the name of the function that multiplies.
     """
     loaded = [sys.modules.get(name) for name in (module, _PRODUCTS)]
     own, products = ({} if each is None else vars(each) for each in loaded)
     layer, function = own.get(kind), own.get(f"_{kind}")
     if layer is None or function is None:
-        return True  # another release, which has no such function that could be replaced
+        return True  # a release without this function has nothing to replace
     return (
         (function.__module__, function.__name__) == (layer.__module__, f"_{kind}")
         and "apply" not in vars(function)  # it is inherited from PyTorch
@@ -161,9 +161,9 @@ def _calls_its_own(module: str, kind: str, product: str) -> bool:
 
 
 def _defined_in(owner: type, name: str) -> bool:
-    """Whether a class still has the method of its own definition, by the code that is called.
+    """Whether the code that a method runs is the one its class was defined with.
 
-    The names of a function do not show it, because `functools.wraps` copies them.
+    A function's names do not show this, because `functools.wraps` copies them.
     """
     method: Any = getattr(owner, name)
     while getattr(method, "__globals__", {}).get("__name__", "").startswith(_DECORATES):
@@ -179,10 +179,10 @@ def _defined_in(owner: type, name: str) -> bool:
 def norm(kind: type) -> Callable[..., Any]:
     """Build norms of a kind that are called without a fuser of operations.
 
-    Their class stays the same, because ModelOpt finds by it what it can prune.
+    Their class stays the same, because ModelOpt selects layers to prune by class.
 
     Args:
-        kind: Transformer Engine's `RMSNorm`; one from before it had operations stays as it is.
+        kind: Transformer Engine's `RMSNorm`; one of a release before operations is returned as is.
     """
     if not hasattr(kind, "op_forward"):
         return kind
@@ -200,7 +200,7 @@ def _without_fuser(fused: Callable[..., Any]) -> Callable[..., Any]:
     """The `forward` of a norm whose class has the given one, which builds a fuser."""
 
     def forward(self: Any, input: Tensor, *more: Any, **named: Any) -> Any:  # noqa: A002
-        own = type(self).forward  # that of another class, or another one, if somebody replaced it
+        own = type(self).forward  # differs in a subclass, or if other code replaced it
         # The fuser initializes weights that have no values yet, and can be traced.
         known = own is fused and not (more or named or self.weight.is_meta)
         if not known or torch.compiler.is_compiling():
@@ -211,7 +211,7 @@ def _without_fuser(fused: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Context:
-    """What an operation of Transformer Engine saves, as its `OperationContext`."""
+    """A minimal `OperationContext`: what an operation of Transformer Engine saves."""
 
     def __init__(self, requires_grad: bool) -> None:
         self.requires_grad = requires_grad
@@ -223,7 +223,7 @@ class _Context:
 
 
 class _Operation(torch.autograd.Function):
-    """One operation of Transformer Engine with one parameter, neither before nor after another."""
+    """A single operation of Transformer Engine with one parameter, not fused with others."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, operation: Any) -> Tensor:

@@ -34,7 +34,7 @@ class Forward:
 
     def __init__(self, earlier: Forward | None = None) -> None:
         self.earlier = earlier
-        """The forward of the previous MTP depth, with whose layers those of this one may share."""
+        """The forward of the previous MTP depth; its layers may share with those of this one."""
 
     def holder(self, name: str) -> ChainMap[Any, Any]:
         """Create an empty mapping to keep under a name; lookups also find what earlier depths
@@ -53,7 +53,7 @@ class _CapturedForward(Forward):
 
 
 class _Recorder(UserDict[Any, Any]):
-    """What a call keeps, which also becomes the latest value for the calls that follow."""
+    """The values that a call keeps; each also becomes the latest value for later calls."""
 
     def __init__(self, latest: dict[Any, Any]) -> None:
         super().__init__()
@@ -65,8 +65,8 @@ class _Recorder(UserDict[Any, Any]):
 
 
 class _ReadByGraphs(UserDict[Any, Any]):
-    """What other calls have kept; a value read during a capture is never released, because the
-    replayed graph reads the same memory."""
+    """The values that other calls kept; one that is read during a capture is never released,
+    because the replayed graph reads the same memory."""
 
     def __getitem__(self, key: Any) -> Any:
         value = super().__getitem__(key)
@@ -76,7 +76,7 @@ class _ReadByGraphs(UserDict[Any, Any]):
 
 
 _latest: dict[tuple[str, bool], dict[Any, Any]] = {}
-"""What captured layers keep, by name and by whether it was recorded in a graph or computed.
+"""The values that captured layers keep, by name and by whether a graph recorded them.
 
 A layer that is being warmed up must not use recorded values, which no graph has computed yet.
 """
@@ -148,7 +148,7 @@ def current() -> Forward:
         raise CppmegaError(
             "dsa-layer-outside-a-stack",
             "A DSA layer that shares chosen keys was called outside a forward of its stack.",
-            "It could only use what another microbatch left behind.",
+            "It could only use the keys of another microbatch.",
             "call the model, or train without sharing (--dsa-indexer-topk-freq 1, or unset "
             f"{env.INDEX_CACHE.name})",
         )

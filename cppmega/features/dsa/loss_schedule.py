@@ -111,7 +111,7 @@ def uses_sparse_loss(config: Any) -> bool:
 
 
 def obstacles(config: Any) -> Iterator[CppmegaError]:
-    """What in a model's configuration, or in Megatron's arguments, rules out the dense steps."""
+    """Yield an error for each option of a run or a model that rules out the dense steps."""
     if not getattr(config, "dsa_indexer_loss_coeff", None):
         yield _ineffective("The indexer has no loss: dsa_indexer_loss_coeff is 0.", _COEFFICIENT)
     if not getattr(config, "dsa_indexer_use_sparse_loss", False):

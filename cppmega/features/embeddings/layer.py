@@ -34,7 +34,7 @@ _FED = "cppmega_fed"
 
 @dataclass(frozen=True, slots=True)
 class Fed:
-    """What a batch carries in addition to its tokens."""
+    """The data that a batch carries in addition to its tokens."""
 
     end: int
     """Id of the token that ends a document."""
@@ -45,7 +45,7 @@ class Fed:
 def feeding(
     tokens: Tensor, end: int, kinds: Tensor | None = None, depths: Tensor | None = None
 ) -> Tensor:
-    """Attach to a batch's tokens what else the embeddings need.
+    """Attach to a batch's tokens the other data that the embeddings need.
 
     Args:
         tokens: int64 [b, s], as they are passed to the model.
@@ -214,7 +214,7 @@ def for_embedding(embedding: Any) -> InputEmbeddings | None:
 
 
 def of_embedding(embedding: Any) -> InputEmbeddings | None:
-    """What `for_embedding` built for it; None for anything else."""
+    """Return what `for_embedding` built for an embedding; None for anything else."""
     found = getattr(embedding, "input_embeddings", None)
     return found if isinstance(found, InputEmbeddings) else None
 
@@ -233,7 +233,7 @@ class _Called:
 
 
 class _CalledByDepths(_Called):
-    """The same for MTP: each depth shifts its tokens by one more position, and calls it once."""
+    """A `_Called` for MTP: each depth shifts the ids by one more position, and calls it once."""
 
     def __init__(self, embedding: Any, ids: Tensor, shifted: Callable[[Tensor], Any]) -> None:
         super().__init__(embedding, ids)

@@ -80,7 +80,7 @@ def asked_for(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def obstacles(args: Any) -> Iterator[CppmegaError]:
-    """What in a model's configuration, or in Megatron's arguments, rules out the embeddings.
+    """Yield an error for each option of a run or a model that rules out the embeddings.
 
     Args:
         args: either of the two; an option that it lacks counts as off.

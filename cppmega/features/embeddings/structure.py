@@ -100,7 +100,7 @@ class StructureEmbedding(nn.Module):
         return torch.cat(chosen, dim=-1).to(self.widening.dtype)
 
     def matrix(self) -> Tensor:
-        """What each row adds to a token, [hidden, columns]: both factors multiplied."""
+        """The vector that each row adds to a token, [hidden, columns]: both factors multiplied."""
         tables = torch.cat((self.kinds * self.scales[0], self.depths * self.scales[1]))
         return nn.functional.linear(self.widening, tables)
 

@@ -27,13 +27,13 @@ from cppmega.ops.common.numerics import wide
 from cppmega.ops.mhc import naive as reference
 
 PART = 2**27
-"""Bytes in fp32 of the tokens that are contracted at a time, of which the backward needs six."""
+"""Bytes in fp32 of the tokens that are contracted at a time; the backward needs six times that."""
 HEAD = ("hc_head_fn", "hc_head_base", "hc_head_scale")
 """Parameters of the learned contraction at the end of a stack."""
 
 
 class _Open(NamedTuple):
-    """What a site keeps from its read to its write."""
+    """The state that a site keeps from its read to its write."""
 
     streams: Tensor
     """`[s, b, n * C]`, as they were passed in."""
@@ -43,8 +43,8 @@ class _Open(NamedTuple):
 class HyperConnectionModule(torch.nn.Module):
     """One site: the weights of a sub-layer's input and output in n streams.
 
-    Code that uses parameters must call the module that holds them, or ask for it with `arrived`:
-    they may still be gathered.
+    Code that uses parameters must call the module that holds them, or pass it to `arrived`:
+    they may still be in flight.
 
     Args:
         config: Megatron's TransformerConfig with the fields of mHC.
@@ -86,7 +86,7 @@ class HyperConnectionModule(torch.nn.Module):
             x, site = self._read(streams)
         self._open = _Open(streams, site)
         if self.block is not None:
-            before = self.block.recipe(streams)
+            before = self.block.recomputed(streams)
             self.block.know(x, lambda: self._read(before.value())[0])
         return x
 
@@ -109,7 +109,7 @@ class HyperConnectionModule(torch.nn.Module):
         with mhc_recompute.scope(self):
             after = self._update(site, *out_with_bias)
         if self.block is not None:
-            before, (out, bias) = self.block.recipe(streams), out_with_bias
+            before, (out, bias) = self.block.recomputed(streams), out_with_bias
             kept = (site.h_post.detach(), site.h_res.detach(), out.detach())
 
             def make() -> Tensor:
@@ -169,7 +169,7 @@ def require_kernels(dtype: torch.dtype, streams: int, width: int) -> None:
     if why is not None:
         raise CppmegaError(
             "mhc-no-fused-kernel",
-            f"--use-fused-mhc, but no fused kernel can run: {why}.",
+            f"--use-fused-mhc was given, but no fused kernel can run: {why}.",
             "The run would use the plain implementation instead of the one it requests.",
             "leave --use-fused-mhc out, or change the unsupported property",
         )
@@ -214,9 +214,9 @@ def contract(module: Any, streams: Tensor, block: mhc_recompute.Block | None = N
 
     A weight is a sigmoid of a projection of all streams, divided by their root mean square, plus
     the layer norm's epsilon, which 0.20 adds in both places. The sum is computed in fp32 and
-    rounded once to the type of the streams; the backward recomputes it, so that no fp32 copy is
-    kept for it, nor the streams, if a block recomputes them. Tokens are taken in parts, because
-    the fp32 copies would otherwise set the peak of a step.
+    rounded once to the type of the streams; the backward recomputes it, so that it keeps no fp32
+    copy, nor the streams if a block recomputes them. Tokens are processed in parts, because the
+    fp32 copies would otherwise set the peak memory of a step.
 
     Args:
         module: the module with the parameters.
@@ -262,7 +262,7 @@ def streams_of(hidden: Tensor) -> Tensor:
         raise CppmegaError(
             "mhc-streams-lost",
             "An MTP depth received hidden states without the streams they were contracted from.",
-            "Its input is what the decoder's last layer wrote to the streams.",
+            "A depth reads the streams as the decoder's last layer left them.",
             "train without --mtp-num-layers, or without the code that copies the hidden states in "
             "between",
         )

@@ -1,7 +1,7 @@
 """Megatron's layers and stacks with hyper-connections, for the page mhc_connections.
 
-A layer of a hybrid stack is wrapped, as in 0.20, so its keys begin with `inner_layer.`. A layer of
-a GPT model keeps its keys and has two sites next to its sub-layers.
+A layer of a hybrid stack is wrapped, as in 0.20, so the keys of its parameters begin with
+`inner_layer.`. A layer of a GPT model keeps its keys, and its two sites are attributes of it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What a run may combine with manifold-constrained hyper-connections (mHC), without torch.
+"""The options that cannot be combined with manifold-constrained hyper-connections (mHC).
+
+This module does not import torch.
 
 `problems` reads Megatron's arguments before a launch, and a model's configuration when it is built;
 either may lack options that the other has.
@@ -47,7 +49,7 @@ _ALONE = {
 
 
 def problems(options: Any) -> Iterator[CppmegaError]:
-    """What in a run's arguments, or in a model's configuration, cannot be combined with mHC.
+    """Yield an error for each option of a run or a model that cannot be combined with mHC.
 
     Args:
         options: any object; an attribute that it lacks counts as not given.
@@ -75,7 +77,7 @@ def _without(options: Any) -> Iterator[CppmegaError]:
     if getattr(options, "use_fused_mhc", False):
         yield CppmegaError(
             "mhc-not-enabled",
-            "--use-fused-mhc without --enable-mhc-connections.",
+            "--use-fused-mhc was given without --enable-mhc-connections.",
             "The kernels would have nothing to compute.",
             "--enable-mhc-connections, or leave --use-fused-mhc out",
         )
@@ -132,7 +134,7 @@ def _recomputed(options: Any) -> Sequence[str]:
 
 
 def other_models(options: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
-    """Why a run cannot resume from a checkpoint, if one of the two has hyper-connections.
+    """Yield the reasons why a run cannot resume from a checkpoint with other residual streams.
 
     Args:
         options: the run's arguments.
@@ -174,7 +176,12 @@ def other_models(options: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator
 
 
 def _refusal(what: str, why: str) -> CppmegaError:
-    return CppmegaError("mhc-unsupported", f"{what} with --enable-mhc-connections.", why, _INSTEAD)
+    return CppmegaError(
+        "mhc-unsupported",
+        f"{what} cannot be combined with --enable-mhc-connections.",
+        why,
+        _INSTEAD,
+    )
 
 
 def _invalid(name: str, how: str) -> CppmegaError:
@@ -199,7 +206,7 @@ def check(config: Any) -> None:
 
 
 def width(config: Any) -> int:
-    """The width of what pipeline stages send to each other: all streams, or the only one."""
+    """The width of the tensors that pipeline stages exchange: of all streams or the only one."""
     streams = 1
     if getattr(config, "enable_mhc_connections", False):
         streams = config.mhc_num_residual_streams

@@ -1,11 +1,11 @@
 """Selective recomputation of hyper-connections (`mhc` among the recompute modules).
 
-A block of layers keeps the streams at its start (of which the first in a model are copies of one
-tensor, which is kept instead) and, for every site, its weights and the output of its sub-layer. All
+A block of layers keeps the streams at its start and, for every site, its weights and the output of
+its sub-layer. (The first streams of a model are copies of one tensor, which is kept instead.) The
 streams in between, and the inputs of the sub-layers, are recomputed from those in the backward
 pass, and released as it proceeds. To this end, the tensors that autograd saves inside a site pass
-through a hook that replaces a recomputable one with its recipe; all others are saved unchanged. A
-recipe repeats the exact operations of the forward, so results do not depend on recomputation.
+through a hook that replaces a recomputable tensor with a `Recomputed`; all others are saved
+unchanged. It repeats the exact operations of the forward, so results do not depend on it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from cppmega.features.mhc import options as mhc_options
 from cppmega.ops.common.once_differentiable import once_differentiable
 
 
-class Recipe:
-    """A tensor that is computed when needed, and then kept as long as its recipe."""
+class Recomputed:
+    """A tensor that is computed when first needed, and then kept as long as this object."""
 
     def __init__(self, make: Callable[[], Tensor]) -> None:
         self._make: Callable[[], Tensor] | None = make
@@ -36,26 +36,26 @@ class Recipe:
             assert self._make is not None
             with torch.no_grad():
                 self._value = self._make()
-            self._make = None  # releases the recipes that it needed, too
+            self._make = None  # releases the tensors that it was computed from, too
         return self._value
 
 
 class _View(NamedTuple):
-    """A view of the tensor that a recipe computes."""
+    """A view of a recomputed tensor."""
 
-    recipe: Recipe
+    base: Recomputed
     size: Sequence[int]
     stride: Sequence[int]
     offset: Any
 
 
 class _Known(NamedTuple):
-    """A storage that the forward has filled, and the recipe that recomputes its contents."""
+    """A storage that the forward has filled, and how to recompute its contents."""
 
     storage: StorageWeakRef
     """While it is held, no other storage can have its address."""
     dtype: torch.dtype
-    recipe: Recipe
+    recomputed: Recomputed
 
 
 class Block:
@@ -67,36 +67,36 @@ class Block:
     def know(self, tensor: Tensor, make: Callable[[], Tensor]) -> None:
         """Register how to recompute a tensor of the forward, which must fill its storage."""
         storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        self._known[storage.cdata] = _Known(storage, tensor.dtype, Recipe(make))
+        self._known[storage.cdata] = _Known(storage, tensor.dtype, Recomputed(make))
 
-    def recipe(self, tensor: Tensor) -> Recipe:
-        """The recipe of a tensor; a tensor that is not known is kept."""
+    def recomputed(self, tensor: Tensor) -> Recomputed:
+        """How to obtain a tensor in the backward; a tensor that is not known is kept."""
         kept = tensor.detach()
-        return self._find(tensor) or Recipe(lambda: kept)
+        return self._find(tensor) or Recomputed(lambda: kept)
 
     def close(self) -> None:
-        """End the forward: only what autograd has saved keeps recipes, and the values of these."""
+        """End the forward; from here on only autograd's saved tensors keep a `Recomputed` alive."""
         self._known.clear()
 
-    def _find(self, tensor: Tensor) -> Recipe | None:
+    def _find(self, tensor: Tensor) -> Recomputed | None:
         known = self._known.get(tensor.untyped_storage()._cdata)
-        return known.recipe if known is not None and known.dtype == tensor.dtype else None
+        return known.recomputed if known is not None and known.dtype == tensor.dtype else None
 
     def hooks(self) -> saved_tensors_hooks:
-        """A context in which saved tensors that are known are replaced by their recipes."""
+        """A context in which autograd saves known tensors as recomputed ones."""
         return saved_tensors_hooks(self._pack, _unpack)
 
     def _pack(self, tensor: Tensor) -> Tensor | _View:
-        recipe = self._find(tensor)
-        if recipe is None:
+        base = self._find(tensor)
+        if base is None:
             return tensor
-        return _View(recipe, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return _View(base, tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
 def _unpack(packed: Tensor | _View) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
-    return packed.recipe.value().as_strided(packed.size, packed.stride, packed.offset)
+    return packed.base.value().as_strided(packed.size, packed.stride, packed.offset)
 
 
 class _Again(torch.autograd.Function):
@@ -121,7 +121,7 @@ class _Again(torch.autograd.Function):
 
 
 def again(function: Callable[..., Any], *inputs: Tensor | None) -> Any:
-    """Call a function of tensors, whose intermediate results the backward pass recomputes."""
+    """Call a function of tensors; the backward pass recomputes its intermediate results."""
     return _Again.apply(function, *inputs)  # type: ignore[no-untyped-call]
 
 
@@ -152,10 +152,10 @@ def end(sites: Iterable[Any]) -> None:
 
 
 def scope(site: Any) -> contextlib.AbstractContextManager[Any]:
-    """Context of a sub-layer's call: autograd saves recipes for what its block recomputes."""
+    """Context of a sub-layer's call: autograd does not save what its block recomputes."""
     return around(None if site is None else site.block)
 
 
 def around(block: Block | None) -> contextlib.AbstractContextManager[Any]:
-    """Context of code that saves tensors that a block recomputes, if there is one."""
+    """Context in which autograd does not save what a block, if any, recomputes."""
     return contextlib.nullcontext() if block is None else block.hooks()

@@ -1,4 +1,4 @@
-"""What cppmega's mixers have in common: their projections, and checks of a layer's arguments."""
+"""Common parts of cppmega's mixers: their projections, and checks of a layer's arguments."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def layer_spec(stock: Any, letter: str) -> Any:
         raise CppmegaError(
             "mixer-without-sizes",
             f"The pattern has a layer {letter}, and no sizes of its mixer are stated.",
-            "The model would have another layer in its place, or none.",
+            "Another layer, or none, would be built instead.",
             "train from a recipe with the field m2rnn",
         )
     return _around(M2RNNMixer, matrix, stock, padded_columns)
@@ -55,7 +55,7 @@ def _around(
         mixer: the mixer's class.
         sizes: its sizes.
         stock: the stack's own spec of its Mamba layers.
-        projected: the kind of its first linear layer, made of the stack's.
+        projected: derives the class of its first linear layer from the stack's.
     """
     given = stock.submodules
     linear, norm = given.mixer.submodules, given.norm

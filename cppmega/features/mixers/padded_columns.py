@@ -12,11 +12,11 @@ from cppmega.ops.pointwise.linear import padded_linear
 
 @cache
 def padded_columns(kind: type) -> type:
-    """The same kind of linear layer, whose result has columns of zeros after its own.
+    """A subclass of a linear layer whose result has columns of zeros after its own.
 
     Weight, checkpoints and hooks are those of `kind`, which must be built without a bias and with
-    TP 1, and whose product is in the type of the weight. Where the gradients of weights are
-    computed later, which is up to `kind`, nothing is padded.
+    TP 1, and whose product is in the type of the weight. With delayed weight gradients, which
+    `kind` computes itself, nothing is padded.
     """
 
     def forward(self: Any, input_: Tensor) -> tuple[Tensor, None]:

@@ -1,7 +1,8 @@
-"""Sizes of the mixers that Megatron lacks, and what they cannot combine with, without torch.
+"""Sizes of the mixers that Megatron lacks, and the options that they cannot be combined with.
 
 A recipe states the sizes, and patched code reads them in the ranks. A stated mixer takes its letter
-of the hybrid pattern: `M` is Mamba-3 in place of Megatron's Mamba-2, and `R` is M2RNN.
+of the hybrid pattern: `M` is Mamba-3 in place of Megatron's Mamba-2, and `R` is M2RNN. This module
+does not import torch.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def m2rnn(environ: Mapping[str, str] = os.environ) -> M2RNN | None:
 
 
 def obstacles(args: Any, environ: Mapping[str, str] = os.environ) -> Iterator[CppmegaError]:
-    """What in a model's configuration, or in Megatron's arguments, rules out the mixers.
+    """Yield an error for each option of a run or a model that rules out the mixers.
 
     Args:
         args: either of the two; an option that it lacks counts as off.
@@ -143,7 +144,7 @@ def _general(args: Any) -> Iterator[CppmegaError]:
     if captures(args, "mamba"):
         yield _unsupported(
             f"CUDA graphs of Mamba layers ({cuda_graphs(args)})",
-            "No capture of these mixers was tried.",
+            "Capturing these mixers has not been tested.",
             "--cuda-graph-impl none, or name other parts of layers in --cuda-graph-modules",
         )
 
@@ -164,7 +165,7 @@ def _of_mamba3(sizes: Mamba3, args: Any) -> Iterator[CppmegaError]:
     if sizes.groups % ranks:
         yield CppmegaError(
             "mamba3-tensor-parallel",
-            f"{sizes.groups} groups of Mamba-3 on {ranks} tensor-parallel ranks.",
+            f"{sizes.groups} groups of Mamba-3 cannot be split over {ranks} tensor-parallel ranks.",
             "A rank holds complete groups, with the heads that they serve.",
             "a tensor_model_parallel_size that divides the groups",
         )
@@ -196,7 +197,7 @@ def _of_m2rnn(sizes: M2RNN, args: Any) -> Iterator[CppmegaError]:
     if ranks > 1:
         yield CppmegaError(
             "m2rnn-tensor-parallel",
-            f"M2RNN layers on {ranks} tensor-parallel ranks.",
+            f"M2RNN layers cannot run on {ranks} tensor-parallel ranks.",
             "All heads share a query and a key, and their number is seldom a multiple of the "
             "ranks; the layer is neither sharded nor replicated over ranks.",
             "tensor_model_parallel_size=1, or a pattern without R",
@@ -210,7 +211,7 @@ DECAY = "mixer.decay_"
 def other_models(
     saved: Mapping[str, tuple[int, ...]], environ: Mapping[str, str] = os.environ
 ) -> Iterator[CppmegaError]:
-    """Why a run cannot resume from a checkpoint, if either has Mamba-3 mixers.
+    """Yield the reason why a run cannot resume from a checkpoint with other Mamba-3 mixers.
 
     Args:
         saved: names and shapes of the checkpoint's tensors; empty: the run does not resume.

@@ -109,7 +109,7 @@ def test_a_text_without_sense_is_refused(text: str) -> None:
         (
             {"hidden_size": 256, "tensor_model_parallel_size": 8},
             "mamba3-tensor-parallel",
-            "4 groups of Mamba-3 on 8",
+            "4 groups of Mamba-3 cannot be split over 8",
         ),
     ],
 )
