@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import REPOSITORY, RESULTS
-from benchmarks.harness.gpu import card, elapsed, stack, upstream_of
+from benchmarks.harness.gpu import card, elapsed, upstream_of
+from benchmarks.harness.results import stack
 
 CALLS = 200
 """Calls of a small shape that one time of the host is of."""

@@ -11,18 +11,16 @@ and writes once. Writes hadamard_h200.json and .md.
 
 from __future__ import annotations
 
-import argparse
-import json
-import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
 
-from benchmarks import RESULTS
-from benchmarks.harness.gpu import elapsed, stack
+from benchmarks.harness import results
+from benchmarks.harness.gpu import elapsed, rounds
 from cppmega.ops.pointwise import hadamard
 
 WIDTH = 128
@@ -36,19 +34,17 @@ def measure(shape: tuple[int, ...]) -> dict[str, Any]:
     x = torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
     scale = WIDTH**-0.5
     matrix = hadamard.walsh_hadamard(torch.eye(WIDTH, device="cuda"), scale).bfloat16()
-    kernel: Callable[[], torch.Tensor] = lambda: hadamard.walsh_hadamard(x, scale)  # noqa: E731
     everyone: dict[str, Callable[[], torch.Tensor]] = {
         "torch, stage by stage": lambda: hadamard._stage_by_stage(x, scale),
         "product with the matrix": lambda: x @ matrix,
-        "kernel": kernel,
+        "kernel": lambda: hadamard.walsh_hadamard(x, scale),
         "copy": x.clone,
     }
-    if not torch.equal(kernel(), everyone["torch, stage by stage"]()):
+    if not torch.equal(everyone["kernel"](), everyone["torch, stage by stage"]()):
         raise SystemExit(f"other bits at {shape}")
     times: dict[str, list[float]] = {name: [] for name in everyone}
-    for turn in range(ROUNDS + 2):
-        for name in random.Random(turn).sample(list(everyone), len(everyone)):
-            times[name] += elapsed(_repeated, everyone[name], repeats=1)
+    for _, name in rounds(everyone, ROUNDS + 2):
+        times[name] += elapsed(_repeated, everyone[name], repeats=1)
     return {name: statistics.median(found[2:]) / CALLS for name, found in times.items()}
 
 
@@ -58,40 +54,33 @@ def _repeated(call: Callable[[], torch.Tensor]) -> None:
         call()
 
 
-def main() -> None:
+def page(report: dict[str, Any]) -> Iterator[str]:
+    """The report as Markdown."""
+    rows = report["milliseconds"]
+    yield "# Walsh-Hadamard transform of the indexer, bf16, forward, milliseconds"
+    yield ""
+    yield "Written by `benchmarks/hadamard.py`. The kernel gives the bits of the torch transform."
+    yield ""
+    yield from (f"- {name}: {report[name]}" for name in ("date", "GPU", "torch", "triton"))
+    yield ""
+    ways = [(name, ".3f") for name in next(iter(rows.values()))]
+    yield from results.table(
+        ["shape", *ways], ([shape, *row.values()] for shape, row in rows.items())
+    )
+    yield ""
+
+
+@click.command(help=__doc__)
+@results.out_option()
+def main(out: Path) -> None:
     """Measure and write."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    out = parser.parse_args().out
     rows = {
         f"{what}, s={SEQUENCE}, b={batch}": measure((SEQUENCE, batch, *rest))
         for batch in (1, 8)
         for what, rest in SHAPES.items()
     }
-    report = {
-        **stack("triton"),
-        "milliseconds": rows,
-    }
-    names = list(next(iter(rows.values())))
-    lines = [
-        "# Walsh-Hadamard transform of the indexer, bf16, forward, milliseconds",
-        "",
-        "Written by `benchmarks/hadamard.py`. The kernel gives the bits of the torch transform.",
-        "",
-        *(f"- {name}: {report[name]}" for name in ("date", "GPU", "torch", "triton")),
-        "",
-        "| shape | " + " | ".join(names) + " |",
-        "|---" * (len(names) + 1) + "|",
-        *(
-            f"| {shape} | " + " | ".join(f"{times[n]:.3f}" for n in names) + " |"
-            for shape, times in rows.items()
-        ),
-        "",
-    ]
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "hadamard_h200.json").write_text(json.dumps(report, indent=1) + "\n")
-    (out / "hadamard_h200.md").write_text("\n".join(lines))
-    print("\n".join(lines))
+    report = {**results.stack("triton"), "milliseconds": rows}
+    results.write(out, "hadamard_h200", report, page(report))
 
 
 if __name__ == "__main__":

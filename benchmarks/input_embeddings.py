@@ -15,17 +15,16 @@ for its input, the embeddings do not. Writes input_embeddings_DEVICE.json and .m
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
 from torch import Tensor
 
-from benchmarks import RESULTS
-from benchmarks.harness.gpu import by_kernel, card, median, stack, upstream_of
+from benchmarks.harness import results
+from benchmarks.harness.gpu import by_kernel, card, median, upstream_of
 from cppmega.features import stated_sizes
 from cppmega.features.embeddings import layer as input_embeddings
 from cppmega.host import env
@@ -111,11 +110,10 @@ def through(layer: Any, hidden: Tensor) -> None:
     hidden.grad = None  # or the next one would be added to it
 
 
-def main() -> None:
+@click.command(help=__doc__)
+@results.out_option()
+def main(out: Path) -> None:
     """Measure both, and write the share."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args()
     os.environ[env.NGRAM_HASH.name] = stated_sizes.text(RECIPE.ngram_hash)
     os.environ[env.STRUCTURE.name] = stated_sizes.text(RECIPE.structure)
     one = torch.distributed.HashStore()  # type: ignore[attr-defined]
@@ -137,7 +135,7 @@ def main() -> None:
     }
     times = {name: median(*way, queued=True) for name, way in ways.items()}
     report = {
-        "stack": stack("triton", "megatron-core", "transformer-engine"),
+        "stack": results.stack("triton", "megatron-core", "transformer-engine"),
         "milliseconds": times,
         "milliseconds on an idle GPU": {name: median(*way) for name, way in ways.items()},
         "share": times["both embeddings"] / times["layer E"],
@@ -147,12 +145,7 @@ def main() -> None:
             for name, way in ways.items()
         },
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    device = card()
-    target = options.out / f"input_embeddings_{device}.md"
-    target.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    target.write_text(table(report))
-    print(target.read_text())
+    results.write(out, f"input_embeddings_{card()}", report, table(report))
 
 
 def table(report: dict[str, Any]) -> str:
@@ -164,18 +157,20 @@ def table(report: dict[str, Any]) -> str:
         f"Written by `benchmarks/input_embeddings.py`: {versions}. NAM56R's widths, "
         f"{BATCH} x {RECIPE.seq_length} tokens, bf16, forward plus backward.",
         "",
-        *("| | milliseconds | on an idle GPU |", "|---|---|---|"),
-        *(
-            f"| {name} | {time:.2f} | {report['milliseconds on an idle GPU'][name]:.2f} |"
-            for name, time in report["milliseconds"].items()
+        *results.table(
+            ["", ("milliseconds", ".2f"), ("on an idle GPU", ".2f")],
+            (
+                (name, time, report["milliseconds on an idle GPU"][name])
+                for name, time in report["milliseconds"].items()
+            ),
         ),
         "",
         f"The embeddings, of {report['parameters']:,} parameters, take {report['share']:.1%} of "
         "the layer's time.",
     ]
     for name, kernels in report["kernels"].items():
-        lines += ["", f"## {name}, by kernel", "", "| kernel | ms |", "|---|---|"]
-        lines += [f"| `{kernel}` | {time:.3f} |" for kernel, time in kernels.items()]
+        rows = ((f"`{kernel}`", time) for kernel, time in kernels.items())
+        lines += ["", f"## {name}, by kernel", "", *results.table(["kernel", ("ms", ".3f")], rows)]
     return "\n".join([*lines, ""])
 
 

@@ -12,19 +12,18 @@ m2rnn_DEVICE.json.
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import json
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import click
 import torch
 from torch import Tensor
 
-from benchmarks import RESULTS
-from benchmarks.harness.gpu import by_kernel, card, median, stack, upstream_of
+from benchmarks.harness import results
+from benchmarks.harness.gpu import by_kernel, card, distance, median, upstream_of
 from cppmega.ops.m2rnn import m2rnn
 from tests.ops.m2rnn import checks
 
@@ -56,47 +55,31 @@ def both_ways(way: Way, given: list[Tensor]) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream_of(out.shape, out.dtype))]
 
 
-def main() -> None:
+@click.command(help=__doc__)
+@results.folder_option("--xma", "a checkout of the authors' kernels")
+@results.out_option()
+def main(xma: Path | None, out: Path) -> None:
     """Check, measure and write."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--xma", type=Path, help="a checkout of the authors' kernels")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args()
     small = checks.drawn(SHAPE._replace(s=333, b=2), torch.bfloat16, "cuda")
     checks.check(checks.RECURRENCE, small)
     ways: dict[str, Way] = {"ours": m2rnn, "ours, clipped": partial(m2rnn, gradient_clipping=1.0)}
-    if options.xma is not None:
-        ways["authors"] = of_authors(options.xma)
+    if xma is not None:
+        ways["authors"] = of_authors(xma)
     given = checks.drawn(SHAPE, torch.bfloat16, "cuda")
     ours = both_ways(m2rnn, given)
-    device = torch.cuda.get_device_name()
-    report: dict[str, object] = {
-        **stack("triton"),
-        "shape": SHAPE._asdict(),
-    }
+    report: dict[str, object] = {**results.stack("triton"), "shape": SHAPE._asdict()}
     for name, way in ways.items():
-        found = both_ways(way, given)
-        apart = [
-            float((a.float() - b.float()).norm() / a.float().norm())
-            for a, b in zip(ours, found, strict=True)
-        ]
-        del found
+        apart = [distance(b, a) for a, b in zip(ours, both_ways(way, given), strict=True)]
         with torch.no_grad():
             forward = median(way, *given, None)
+        kernels = by_kernel(both_ways, way, given)
         report[name] = {
             "forward, ms": forward,
             "both, ms": median(both_ways, way, given),
             "apart from ours": apart,
-            "kernels, ms": {
-                kernel[:60]: time
-                for kernel, time in by_kernel(both_ways, way, given).items()
-                if time >= 0.1
-            },
+            "kernels, ms": {kernel[:60]: ms for kernel, ms in kernels.items() if ms >= 0.1},
         }
-    options.out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(report, indent=1) + "\n"
-    (options.out / f"m2rnn_{card(device)}.json").write_text(text)
-    print(text)
+    results.write(out, f"m2rnn_{card()}", report)
 
 
 if __name__ == "__main__":

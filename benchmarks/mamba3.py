@@ -16,20 +16,19 @@ with the time of every kernel.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks import RESULTS
-from benchmarks.harness.gpu import by_kernel, card, median, stack, upstream_of
+from benchmarks.harness import results
+from benchmarks.harness.gpu import by_kernel, card, distances, median, refuse, upstream_of
 from cppmega.ops import mamba3
 from cppmega.ops.mamba3 import external as kernels
 from cppmega.ops.mamba3 import naive as reference
@@ -149,11 +148,7 @@ def check(shape: Shape, documents: int) -> None:
     names = ["out", *leaves(inputs, parameters)]
     wanted = both_ways(plain, inputs, parameters, bounds, chunk)
     found = both_ways(ours, inputs, parameters, bounds, chunk)
-    for name, mine, exact in zip(names, found, wanted, strict=True):
-        mine, exact = mine.detach().float(), exact.detach().float()
-        distance = float((mine - exact).norm() / exact.norm())
-        if not distance < TOLERANCE:
-            raise SystemExit(f"{shape}: {name} differs by {distance:.2e}")
+    refuse(str(shape), distances(names, found, wanted), TOLERANCE)
 
 
 def measure(
@@ -181,21 +176,14 @@ def measure(
     return row, profiles
 
 
-def kernel_table(name: str, found: dict[str, float]) -> list[str]:
+def kernel_table(name: str, found: dict[str, float]) -> Iterator[str]:
     """The kernels that take at least a hundredth of the time."""
     whole = sum(found.values())
-    return [
-        "",
-        f"## {name}, by kernel: {whole:.2f} ms",
-        "",
-        "| kernel | ms | share |",
-        "|---|---|---|",
-        *(
-            f"| `{kernel[:70]}` | {time:.3f} | {time / whole:.0%} |"
-            for kernel, time in found.items()
-            if time >= 0.01 * whole
-        ),
-    ]
+    yield from ("", f"## {name}, by kernel: {whole:.2f} ms", "")
+    yield from results.table(
+        ["kernel", ("ms", ".3f"), ("share", ".0%")],
+        ((f"`{k[:70]}`", ms, ms / whole) for k, ms in found.items() if ms >= 0.01 * whole),
+    )
 
 
 def table(report: dict[str, Any]) -> Iterator[str]:
@@ -211,45 +199,38 @@ def table(report: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield from (f"- {name}: {value}" for name, value in report["stack"].items())
     yield ""
-    yield "| case | " + " | ".join(columns) + " |"
-    yield "|---" * (len(columns) + 1) + "|"
-    for name, row in rows.items():
-        cells = (f"{row[column]:.2f}" if column in row else "" for column in columns)
-        yield f"| {name} | {' | '.join(cells)} |"
+    yield from results.table(
+        ["case", *((column, ".2f") for column in columns)],
+        ([name, *(row.get(column, "") for column in columns)] for name, row in rows.items()),
+    )
     for name, found in report["kernels"].items():
         for way, times in found.items():
             yield from kernel_table(f"{name}, {way}", times)
     yield ""
 
 
-def main() -> None:
+@click.command(help=__doc__)
+@results.folder_option("--main", "a checkout of mamba-ssm's main branch")
+@results.out_option()
+@click.option("--only", default="", help="only cases whose names begin with this")
+@click.option("--alone", is_flag=True, help="measure only our MIMO")
+def command(main: Path | None, out: Path, only: str, alone: bool) -> None:
     """Check, measure, and write after each case."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--main", type=Path, help="a checkout of mamba-ssm's main branch")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--only", default="", help="only cases whose names begin with this")
-    parser.add_argument("--alone", action="store_true", help="measure only our MIMO")
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    target = options.out / f"mamba3_{card()}.json"
     report: dict[str, Any] = {
-        "stack": stack("triton", "tilelang", "mamba-ssm"),
+        "stack": results.stack("triton", "tilelang", "mamba-ssm"),
         "rows": {},
         "kernels": {},
     }
     for name, (shape, documents) in CASES.items():
-        if name.startswith(options.only) and not (options.alone and shape.rank == 1):
-            rivals = name in RIVALS and not options.alone
+        if name.startswith(only) and not (alone and shape.rank == 1):
+            rivals = name in RIVALS and not alone
             if rivals and shape.rank == 1:
                 both_ways(eager, *given_for(shape, documents))  # its kernels are tuned only once
             check(shape, documents)
-            main = options.main if shape.rank > 1 else None
-            report["rows"][name], report["kernels"][name] = measure(shape, documents, main, rivals)
-            print(name, report["rows"][name], flush=True)
-            target.write_text(json.dumps(report, indent=1) + "\n")
-            target.with_suffix(".md").write_text("\n".join(table(report)))
-    print(target.with_suffix(".md").read_text())
+            other = main if shape.rank > 1 else None
+            report["rows"][name], report["kernels"][name] = measure(shape, documents, other, rivals)
+            results.write(out, f"mamba3_{card()}", report, table(report))
 
 
 if __name__ == "__main__":
-    main()
+    command()

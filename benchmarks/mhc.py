@@ -4,10 +4,12 @@ usage: python -m benchmarks.mhc [--dev ROOT] [--out benchmarks/results] [--only 
 
 At the first shape it also measures Megatron's branch dev, from a checkout at ROOT, with the kernels
 that it selects on this GPU; Transformer Engine and Liger, if they are installed; and torch.compile
-of the reference (`benchmarks/mhc_rivals.py`). All implementations of a shape run in one process on
-the same inputs; the first calls, which compile and tune, are not counted. Results or gradients
-that differ from the reference by more than the rounding of bf16 explains stop the run. (Against
-fp64, `pytest -m gpu tests/ops/mhc/test_mhc.py` compares ours.)
+of the reference. What a rival needs in another layout it is given so, outside of the time: streams
+`[s, b, C, n]` to Transformer Engine, phi `[n * C, V]` to Liger. Liger gets phi in the type of the
+streams, without which it does not use tensor cores. All implementations of a shape run in one
+process on the same inputs; the first calls, which compile and tune, are not counted. Results or
+gradients that differ from the reference by more than the rounding of bf16 explains stop the run.
+(Against fp64, `pytest -m gpu tests/ops/mhc/test_mhc.py` compares ours.)
 
 Times are medians of 10 with CUDA events while the GPU has work queued, so that the host is not in
 them: of a site forward plus backward, the sum of the streams' gradients included. The least time
@@ -18,22 +20,25 @@ what they contain of the other shapes.
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Callable
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
 
+import click
 import torch
 from torch import Tensor
 
-from benchmarks import RESULTS
-from benchmarks.harness import gpu as on_gpu
-from benchmarks.mhc_rivals import ITERATIONS, Inputs, Way, Ways, others, ours, own_ways, plain
+from benchmarks.harness import gpu, results
 from cppmega.ops import mhc
+from cppmega.ops.mhc.naive import Parameters
 from tests.ops.mhc import checks
-from tests.ops.mhc.checks import Shape
+from tests.ops.mhc.checks import Given, Shape
 
 CASES = {
     "s 8192, b 4, n 4, C 7168": Shape(8192, 4, 4, 7168),
@@ -46,7 +51,7 @@ TOLERANCE = 2e-2
 
 NAMES = (*checks.NAMES[:9],)
 
-queued = partial(on_gpu.median, queued=True)
+queued = partial(gpu.median, queued=True)
 
 PUBLISHED = {
     "sinkhorn": (0.065, 0.133),
@@ -56,6 +61,168 @@ PUBLISHED = {
 }
 """Forward and backward of upstream's fused kernels by its own account, on Blackwell; its `weights`
 is the projection alone."""
+
+
+ITERATIONS = 20
+
+
+class Inputs(NamedTuple):
+    """What a site is given: no bias of the sub-layer's output, which most models do not have."""
+
+    streams: Tensor
+    phi: Tensor
+    alpha_pre: Tensor
+    alpha_post: Tensor
+    alpha_res: Tensor
+    bias: Tensor
+    out: Tensor
+
+    @property
+    def parameters(self) -> Parameters:
+        """All but streams and output."""
+        return Parameters(*self[1:6])
+
+
+class Way(NamedTuple):
+    """A site.
+
+    Attributes:
+        call: the streams after it and its aggregate, from its own leaves.
+        leaves: its own inputs from ours.
+        turned: streams, or their gradient, in our layout.
+        parameters: gradients of our five parameters from those of its own.
+    """
+
+    call: Callable[..., tuple[Tensor, Tensor]]
+    leaves: Callable[[Inputs], tuple[Tensor, ...]] = tuple
+    turned: Callable[[Tensor], Tensor] = lambda x: x
+    parameters: Callable[[list[Tensor]], list[Tensor]] = lambda found: found
+
+
+def ours_by(call: checks.Call) -> Callable[..., tuple[Tensor, Tensor]]:
+    """A site of the tests with these leaves, and with the output's bias if it is one of them."""
+
+    def site(*leaves: Tensor) -> tuple[Tensor, Tensor]:
+        given, bias = Inputs(*leaves[:7]), leaves[7] if len(leaves) > 7 else None
+        return call(Given(given.streams, given.parameters, given.out, bias), ITERATIONS)
+
+    return site
+
+
+ours, plain = ours_by(checks.fused_site), ours_by(checks.plain_site)
+
+
+def dev(root: Path, shape: Shape) -> Way:
+    """The module of Megatron's branch dev with the kernels that it chooses for this GPU."""
+    sys.path.insert(0, str(root))
+    module = importlib.import_module("megatron.core.transformer.hyper_connection")
+    config = SimpleNamespace(
+        num_residual_streams=shape.n,
+        hidden_size=shape.c,
+        mhc_sinkhorn_iterations=ITERATIONS,
+        mhc_init_gating_factor=0.01,
+        use_fused_mhc=True,
+        sequence_parallel=False,
+    )
+    init = lambda self, config: torch.nn.Module.__init__(self)  # noqa: E731
+    with mock.patch.object(module.MegatronModule, "__init__", init):
+        layer = module.HyperConnectionModule(config, 1).cuda()
+    names = ("mapping_proj.weight", "alpha_pre", "alpha_post", "alpha_res", "bias")
+
+    def site(*leaves: Tensor) -> tuple[Tensor, Tensor]:
+        given = Inputs(*leaves)
+        values = dict(zip(names, given.parameters, strict=True))
+        streams = given.streams.flatten(-2)
+        seen, h_res, h_post, kept = torch.func.functional_call(layer, values, (streams,))
+        new = layer.fused_h_res_h_post_bda(h_res, kept, h_post, (given.out, None), 0.0, True, True)
+        return new.view_as(given.streams), seen
+
+    return Way(site)
+
+
+def transformer_engine(shape: Shape, *, one_gradient: bool) -> Way:
+    """Transformer Engine's kernels; with `one_gradient` they add up that of the streams in fp32."""
+    ops = importlib.import_module("transformer_engine.pytorch.triton.mhc")
+    _, _, n, c = shape
+
+    def leaves(given: Inputs) -> tuple[Tensor, ...]:
+        phi = given.phi.view(-1, n, c).transpose(1, 2).reshape(-1, n * c)
+        alpha = torch.cat((given.alpha_pre, given.alpha_post, given.alpha_res))
+        return turned(given.streams).contiguous(), phi, alpha, given.bias[None], given.out
+
+    def turned(x: Tensor) -> Tensor:
+        return x.transpose(-1, -2)
+
+    def site(*leaves: Tensor) -> tuple[Tensor, Tensor]:
+        streams, phi, alpha, bias, out = leaves
+        total = None
+        if one_gradient:
+            total = torch.empty(streams.shape, dtype=torch.float32, device=streams.device)
+        seen, h_post, h_res = ops.mhc_generate_mix_and_aggregate(
+            streams, phi, alpha, bias, fused_grad_x_acc_buffer=total
+        )
+        new = ops.mhc_fused_expand_combine(
+            out, None, h_post, streams, h_res, n, fused_grad_x_acc_buffer=total
+        )
+        return new, seen
+
+    def parameters(found: list[Tensor]) -> list[Tensor]:
+        phi, alpha, bias = found
+        own = phi.view(-1, c, n).transpose(1, 2).reshape(-1, n * c)
+        return [own, *alpha.split(1), bias[0]]
+
+    return Way(site, leaves, turned, parameters)
+
+
+def liger(shape: Shape) -> Way:
+    """Liger's kernels."""
+    ops = importlib.import_module("liger_kernel.transformers.functional")
+
+    def leaves(given: Inputs) -> tuple[Tensor, ...]:
+        phi = given.phi.t().to(given.streams.dtype).contiguous()
+        alphas = given.alpha_pre[0], given.alpha_post[0], given.alpha_res[0]
+        return given.streams, phi, *alphas, given.bias, given.out
+
+    def site(*leaves: Tensor) -> tuple[Tensor, Tensor]:
+        streams, phi, pre, post, res, bias, out = leaves
+        h_pre, h_post, h_res = ops.liger_mhc_coeffs(
+            streams, phi, bias, pre, post, res, tmax=ITERATIONS, pre_eps=1e-6
+        )
+        new = ops.liger_mhc_post_res(streams, out, h_post, h_res.transpose(-1, -2))
+        return new, ops.liger_mhc_pre(streams, h_pre)
+
+    def parameters(found: list[Tensor]) -> list[Tensor]:
+        phi, pre, post, res, bias = found
+        return [phi.t(), pre[None], post[None], res[None], bias]
+
+    return Way(site, leaves, parameters=parameters)
+
+
+Ways = dict[str, Callable[[], Way]]
+
+
+def own_ways() -> Ways:
+    """Ours and the reference."""
+    return {
+        "ours": lambda: Way(ours),
+        "ours, single ops": lambda: Way(ours_by(checks.fused_ops)),
+        "reference": lambda: Way(plain),
+    }
+
+
+def others(shape: Shape, root: Path | None) -> Ways:
+    """All other implementations that are available; `root` is a checkout of the branch dev."""
+    ways: Ways = {}
+    if root is not None:
+        ways["dev"] = lambda: dev(root, shape)
+    if importlib.util.find_spec("transformer_engine"):
+        ways["Transformer Engine"] = lambda: transformer_engine(shape, one_gradient=False)
+        name = "Transformer Engine, one gradient buffer"
+        ways[name] = lambda: transformer_engine(shape, one_gradient=True)
+    if importlib.util.find_spec("liger_kernel"):
+        ways["Liger"] = lambda: liger(shape)
+    ways["torch.compile of the reference"] = lambda: Way(torch.compile(plain))
+    return ways
 
 
 def bandwidth() -> float:
@@ -183,41 +350,62 @@ def measure_ops(shape: Shape, speed: float) -> dict[str, list[float]]:
     return found
 
 
-def site_table(sites: dict[str, dict[str, float]]) -> list[str]:
+def site_table(sites: dict[str, dict[str, float]]) -> Iterator[str]:
     """Milliseconds, and the ratio to ours."""
-    names = list(dict.fromkeys(name for times in sites.values() for name in times))
-    lines = ["", "| forward + backward | " + " | ".join(sites) + " |"]
-    lines.append("|---" * (len(sites) + 1) + "|")
-    for name in names:
-        cells = [
-            f"{times[name]:.3f} ({times[name] / times['ours']:.2f})"
-            if name in times and "ours" in times
-            else ""
-            for times in sites.values()
-        ]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return [*lines, "", "Milliseconds, and in parentheses how many times ours that is."]
+    yield ""
+    yield from results.table(
+        ["forward + backward", *sites],
+        (
+            [
+                name,
+                *(
+                    f"{times[name]:.3f} ({times[name] / times['ours']:.2f})"
+                    if {name, "ours"} <= times.keys()
+                    else ""
+                    for times in sites.values()
+                ),
+            ]
+            for name in dict.fromkeys(name for times in sites.values() for name in times)
+        ),
+    )
+    yield from ("", "Milliseconds, and in parentheses how many times ours that is.")
 
 
-def op_table(ops: dict[str, dict[str, list[float]]]) -> list[str]:
+def op_table(ops: dict[str, dict[str, list[float]]]) -> Iterator[str]:
     """Milliseconds forward / backward, and the share of the bandwidth."""
-    lines = ["", "| op | " + " | ".join(ops) + " | published for Blackwell |"]
-    lines.append("|---" * (len(ops) + 2) + "|")
-    for name in next(iter(ops.values())):
-        cells = []
-        for found in ops.values():
-            times, shares = found[name][:2], found[name][2:]
-            share = " (" + ", ".join(f"{x:.0%}" for x in shares) + ")" if shares else ""
-            cells.append(f"{times[0]:.3f} / {times[1]:.3f}{share}")
-        other = " / ".join(f"{x:.3f}" for x in PUBLISHED.get(name, ()))
-        lines.append(f"| {name} | " + " | ".join(cells) + f" | {other} |")
-    return [
-        *lines,
-        "",
-        "Milliseconds forward / backward, and in parentheses the share of a copy's bandwidth that",
-        "the least traffic of the op reaches. The last column is upstream's own account of its",
-        "fused kernels on another GPU, where `weights` is the projection alone.",
-    ]
+
+    def cell(forward: float, backward: float, *shares: float) -> str:
+        share = " (" + ", ".join(f"{x:.0%}" for x in shares) + ")" if shares else ""
+        return f"{forward:.3f} / {backward:.3f}{share}"
+
+    yield ""
+    yield from results.table(
+        ["op", *ops, "published for Blackwell"],
+        (
+            [
+                name,
+                *(cell(*found[name]) for found in ops.values()),
+                " / ".join(f"{x:.3f}" for x in PUBLISHED.get(name, ())),
+            ]
+            for name in next(iter(ops.values()))
+        ),
+    )
+    yield ""
+    yield "Milliseconds forward / backward, and in parentheses the share of a copy's bandwidth that"
+    yield "the least traffic of the op reaches. The last column is upstream's own account of its"
+    yield "fused kernels on another GPU, where `weights` is the projection alone."
+
+
+def page(report: dict[str, Any]) -> Iterator[str]:
+    """The report as Markdown."""
+    yield "# Hyper-connections in bf16: a site and its ops"
+    yield ""
+    yield "Written by `benchmarks/mhc.py`, after a comparison of results and gradients."
+    yield ""
+    yield from (f"- {k}: {x}" for k, x in report.items() if k not in ("sites", "ops"))
+    yield from site_table(report["sites"])
+    yield from op_table(report["ops"])
+    yield ""
 
 
 def in_order(found: dict[str, Any]) -> dict[str, Any]:
@@ -225,52 +413,31 @@ def in_order(found: dict[str, Any]) -> dict[str, Any]:
     return {name: found[name] for name in CASES if name in found}
 
 
-def main() -> None:
+@click.command(help=__doc__)
+@results.folder_option("--dev", "a checkout of Megatron's branch dev")
+@results.out_option()
+@click.option("--only", multiple=True, help="only shapes whose names begin with this")
+def main(dev: Path | None, out: Path, only: tuple[str, ...]) -> None:
     """Check, measure and write."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--dev", type=Path, help="a checkout of Megatron's branch dev")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--only", action="append", help="only shapes whose names begin with this")
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    device = torch.cuda.get_device_name()
-    stem = options.out / ("mhc_" + on_gpu.card(device))
-    speed = bandwidth()
-    report: dict[str, object] = {
-        **on_gpu.stack("triton", "transformer-engine", "liger-kernel"),
+    name, speed = f"mhc_{gpu.card()}", bandwidth()
+    report: dict[str, Any] = {
+        **results.stack("triton", "transformer-engine", "liger-kernel"),
         "bandwidth of a copy, TB/s": round(speed / 1e9, 2),
     }
-    known: dict[str, Any] = {}
-    if options.only and stem.with_suffix(".json").exists():
-        known = json.loads(stem.with_suffix(".json").read_text())
-    sites: dict[str, dict[str, float]] = known.get("sites", {})
-    ops: dict[str, dict[str, list[float]]] = known.get("ops", {})
+    sites, ops = (results.earlier(out, name, key) if only else {} for key in ("sites", "ops"))
 
     def save() -> None:
-        lines = [
-            "# Hyper-connections in bf16: a site and its ops",
-            "",
-            "Written by `benchmarks/mhc.py`, after a comparison of results and gradients.",
-            "",
-            *(f"- {what}: {value}" for what, value in report.items()),
-            *site_table(in_order(sites)),
-            *op_table(in_order(ops)),
-            "",
-        ]
-        found = {"sites": in_order(sites), "ops": in_order(ops)}
-        whole = json.dumps(report | found, indent=1)
-        stem.with_suffix(".json").write_text(whole + "\n")
-        stem.with_suffix(".md").write_text("\n".join(lines))
+        whole = report | {"sites": in_order(sites), "ops": in_order(ops)}
+        results.write(out, name, whole, page(whole))
 
-    for number, (name, shape) in enumerate(CASES.items()):
-        if options.only and not name.startswith(tuple(options.only)):
+    for number, (case, shape) in enumerate(CASES.items()):
+        if only and not case.startswith(only):
             continue
-        print(name, flush=True)
-        sites[name] = {"least": sum(units(shape.n)["site"]) * unit(shape) / speed}
-        ops[name] = measure_ops(shape, speed)
-        ways = own_ways() | (others(shape, options.dev) if number == 0 else {})
-        measure(shape, ways, sites[name], save)
-    print(stem.with_suffix(".md").read_text())
+        print(case, flush=True)
+        sites[case] = {"least": sum(units(shape.n)["site"]) * unit(shape) / speed}
+        ops[case] = measure_ops(shape, speed)
+        ways = own_ways() | (others(shape, dev) if number == 0 else {})
+        measure(shape, ways, sites[case], save)
 
 
 if __name__ == "__main__":

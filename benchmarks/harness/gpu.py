@@ -1,18 +1,17 @@
-"""Timing with CUDA events, and the software stack: shared by the benchmarks of kernels."""
+"""Time, memory and distances on a GPU: every benchmark of kernels measures with these."""
 
 from __future__ import annotations
 
+import random
 import statistics
-from collections.abc import Callable
-from datetime import date
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cppmega.host.packages import version
-
+GIB = float(1 << 30)
 QUEUED = 20_000_000
 """Cycles (about 10 ms) for which the GPU is kept busy while the host queues the measured work."""
 
@@ -28,7 +27,7 @@ def elapsed(
             for _ in range(2)
         )
         if queued:
-            torch.cuda._sleep(QUEUED)
+            torch.cuda._sleep(QUEUED)  # type: ignore[no-untyped-call]
         start.record()
         work(*arguments)
         end.record()
@@ -42,6 +41,27 @@ def median(work: Callable[..., Any], *arguments: Any, queued: bool = False) -> f
     return statistics.median(elapsed(work, *arguments, repeats=12, queued=queued)[2:])
 
 
+def timed(work: Callable[[], Any], repeats: int, warm_up: int = 3) -> tuple[float, float]:
+    """Median milliseconds, and the peak in GiB above what was allocated before."""
+    for _ in range(warm_up):
+        work()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    held, found = torch.cuda.memory_allocated(), elapsed(work, repeats=repeats)
+    return statistics.median(found), (torch.cuda.max_memory_allocated() - held) / GIB
+
+
+def rounds(names: Iterable[str], count: int) -> Iterator[tuple[int, str]]:
+    """The number of the round and a name: each name once per round, in another order each time.
+
+    After a slow implementation the card is cool, and its clocks are high.
+    """
+    every = list(names)
+    for turn in range(count):
+        for name in random.Random(turn).sample(every, len(every)):
+            yield turn, name
+
+
 def by_kernel(work: Callable[..., Any], *arguments: Any) -> dict[str, float]:
     """Milliseconds of each kernel in one call, after one for warm-up, longest first."""
     work(*arguments)
@@ -53,20 +73,31 @@ def by_kernel(work: Callable[..., Any], *arguments: Any) -> dict[str, float]:
     return dict(sorted(times.items(), key=lambda item: -item[1]))
 
 
+def distance(found: Tensor, want: Tensor) -> float:
+    """The relative distance in the 2-norm, computed in fp64."""
+    found, want = found.detach().double(), want.detach().double()
+    return float((found - want).norm() / want.norm())
+
+
+def distances(
+    names: Iterable[str], found: Iterable[Any], want: Iterable[Tensor]
+) -> dict[str, float]:
+    """The distance of each result by name."""
+    return {n: distance(a, b) for n, a, b in zip(names, found, want, strict=True)}
+
+
+def refuse(who: str, errors: Mapping[str, float], limits: Mapping[str, float] | float) -> None:
+    """End the run if a result is wrong: no time of it may be written."""
+    for name, error in errors.items():
+        limit = limits if isinstance(limits, float) else limits[name]
+        if not error <= limit:
+            raise SystemExit(f"{who}: {name} differs by {error:.2e}, more than {limit:.0e}")
+
+
 @cache
 def upstream_of(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """A gradient of an output that is not uniform, made once so that no timed call makes it."""
     return torch.linspace(-1, 1, shape.numel(), device="cuda").view(shape).to(dtype)
-
-
-def stack(*packages: str) -> dict[str, str]:
-    """Date, GPU, and versions of torch and of these packages, for the header of a report."""
-    return {
-        "date": date.today().isoformat(),
-        "GPU": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        **{name: version(name) or "not installed" for name in packages},
-    }
 
 
 def card(name: str | None = None) -> str:

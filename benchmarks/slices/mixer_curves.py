@@ -29,7 +29,8 @@ import torch
 
 from benchmarks import RESULTS
 from benchmarks.harness import trees as sides
-from benchmarks.harness.gpu import card, stack
+from benchmarks.harness.gpu import card
+from benchmarks.harness.results import stack
 from benchmarks.slices.mhc_training_report import verdict
 from benchmarks.slices.training import environment, said
 from benchmarks.slices.turns import apply

@@ -38,7 +38,7 @@ from typing import Any
 
 import click
 
-from benchmarks.harness import shared_result
+from benchmarks.harness import results
 from benchmarks.harness.gpu import card
 from benchmarks.slices import training as slice_training
 from benchmarks.slices.training import Bench
@@ -66,7 +66,7 @@ class Parts:
     @property
     def runs(self) -> dict[str, Any]:
         """The curves so far, by variant and seed; those of other calls, too."""
-        runs: dict[str, Any] = shared_result.read(self.found, "runs")["runs"]
+        runs: dict[str, Any] = results.shared(self.found, "runs")["runs"]
         return runs
 
     def left(self, seeds: Sequence[int]) -> list[tuple[str, int]]:
@@ -93,7 +93,7 @@ class Parts:
         bench.clear(run)
         bench.wait(run, bench.start(run, self.tree, "--held-out", str(held_out)))
         found = curve(bench.rows(run))
-        with shared_result.changing(self.found, "runs") as result:
+        with results.changing(self.found, "runs") as result:
             result["runs"][run] = found
 
     def copy(self, prefix: Path) -> Path:

@@ -58,7 +58,7 @@ from unittest import mock
 
 import click
 
-from benchmarks.harness import shared_result
+from benchmarks.harness import results
 from benchmarks.slices import training as slice_training
 from benchmarks.slices.report import GRAPH_POOLS, WARM, apart, measured, steps_of
 from benchmarks.slices.training import Bench, TimeIsUp
@@ -194,7 +194,7 @@ def main(
         **({"note": note} if note else {}),
     }
     for each in chosen:
-        if each in shared_result.read(target, "rows")["rows"]:
+        if each in results.shared(target, "rows")["rows"]:
             continue
         row = ROWS[each].of(base)
         every = (f"train_iters={steps + _PROFILED}", *changes, *row.changes)
@@ -205,11 +205,11 @@ def main(
         found["changes"], found["gpus"] = row.described, made.gpus
         found["global_batch_size"] = made.global_batch_size
         found["estimate_gib"] = round(estimate(made, attends=fused).gib, 1)
-        with shared_result.changing(target, "rows") as result:
+        with results.changing(target, "rows") as result:
             result.update(header)
             result["rows"][each] = found
             target.with_suffix(".md").write_text(page(result))
-    print(page(shared_result.read(target, "rows")))
+    print(page(results.shared(target, "rows")))
 
 
 @contextlib.contextmanager
