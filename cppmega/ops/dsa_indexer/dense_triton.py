@@ -1,9 +1,15 @@
 """The indexer's dense loss on CUDA: both distributions over all valid keys.
 
-The log-sum-exp of the attention scores by head is computed first, in one pass over their products.
-Then, a tile of queries and keys at a time: the target (the probabilities of all heads, summed in
-registers), the index scores, the row losses and G = p - t, which `dsa_indexer_tiles_triton` turns
-into gradients.
+- `_lse_kernel`: grid (blocks of queries, heads x batch). A program holds Q, m_i and l_i of one head
+  of the attention, reads each valid K once, and writes the log-sum-exps once.
+- `_tile_kernel`: grid (tiles of keys, tiles of queries, batch). A program holds a `[TILE, TILE]`
+  sum of P over the attention's heads, the target, and then the index scores of the same tile. It
+  reads Q, K and the log-sum-exps of each head once, and writes the row losses and G = p - t, which
+  `tiles_triton` turns into gradients, once.
+
+Tensor cores limit both. On an H200 their products run at about half of 790 TFLOP/s, because a
+program waits for each product that it has issued, which therefore overlaps only with the work of
+other programs (`benchmarks/results/dsa_indexer_designs.md`).
 
 The sum of a target over the keys is the number of heads, so normalization needs no separate pass.
 Under tensor parallelism the target of some queries at a time is written, summed over the ranks and
@@ -40,21 +46,21 @@ TILE_LAUNCH: dict[str, Any] = {"num_warps": 4, "num_stages": 3}
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _wide_product(  # type: ignore[no-untyped-def]
-    left, left_row, left_step, left_in, right, right_row, right_step, right_in,
+    a_ptr, a_row, a_step, a_mask, b_ptr, b_row, b_step, b_mask,
     D: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """left @ right.T for rows too wide for shared memory, a part of the width at a time."""
-    s = tl.zeros([left_row.shape[0], right_row.shape[0]], tl.float32)
-    for at in range(0, D, STEP):
-        d = at + tl.arange(0, STEP)
+    s = tl.zeros([a_row.shape[0], b_row.shape[0]], tl.float32)
+    for first in range(0, D, STEP):
+        offs_d = first + tl.arange(0, STEP)
         a = tl.load(
-            left + left_row.to(tl.int64)[:, None] * left_step + d[None, :],
-            mask=left_in[:, None] & (d < D)[None, :],
+            a_ptr + a_row.to(tl.int64)[:, None] * a_step + offs_d[None, :],
+            mask=a_mask[:, None] & (offs_d < D)[None, :],
             other=0.0,
         )
         b = tl.load(
-            right + right_row.to(tl.int64)[:, None] * right_step + d[None, :],
-            mask=right_in[:, None] & (d < D)[None, :],
+            b_ptr + b_row.to(tl.int64)[:, None] * b_step + offs_d[None, :],
+            mask=b_mask[:, None] & (offs_d < D)[None, :],
             other=0.0,
         )
         s = tl.dot(a, tl.trans(b), s, input_precision="ieee")
@@ -63,31 +69,33 @@ def _wide_product(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attention_scores(  # type: ignore[no-untyped-def]
-    query, queries, row, q_row, sq, key, at, k_row, sk,
-    D: tl.constexpr, D_PAD: tl.constexpr, WIDE: tl.constexpr, KEYS: tl.constexpr,
+    q_ptr, q, offs_m, q_row, sq, k_ptr, first, k_row, sk,
+    D: tl.constexpr, D_PAD: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Products of a block of queries with the keys starting at `at`."""
-    lane = at + tl.arange(0, KEYS)
+    offs_n = first + tl.arange(0, BLOCK_N)
     if WIDE:
-        return _wide_product(query, row, q_row, row < sq, key, lane, k_row, lane < sk, D, D_PAD)
-    keys = rows_of(key, lane, k_row, lane < sk, D, D_PAD)
-    return tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        return _wide_product(
+            q_ptr, offs_m, q_row, offs_m < sq, k_ptr, offs_n, k_row, offs_n < sk, D, D_PAD
+        )
+    k = rows_of(k_ptr, offs_n, k_row, offs_n < sk, D, D_PAD)
+    return tl.dot(q, tl.trans(k), input_precision="ieee")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _log_sum_step(s, top, total):  # type: ignore[no-untyped-def]
+def _log_sum_step(s, m_i, l_i):  # type: ignore[no-untyped-def]
     """Update the running maximum and sum of exponentials with a tile of scores."""
-    higher = tl.maximum(top, tl.max(s, axis=1))
-    return higher, total * tl.exp2(top - higher) + tl.sum(tl.exp2(s - higher[:, None]), axis=1)
+    m_new = tl.maximum(m_i, tl.max(s, axis=1))
+    return m_new, l_i * tl.exp2(m_i - m_new) + tl.sum(tl.exp2(s - m_new[:, None]), axis=1)
 
 
 @on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _lse_kernel(  # type: ignore[no-untyped-def]
-    query, key, starts, ends, bits, lse, scale, sq, sk, q0, width,
+    q_ptr, k_ptr, starts, ends, bits, lse, scale, sq, sk, q0, width,
     q_row, q_batch, q_head, k_row, k_batch, k_head, bound_batch, bound_row,
     HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
     CHOSEN: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """log2 of the sum of the exponentials of one head's scores, `[b, heads, sq]`.
@@ -97,54 +105,54 @@ def _lse_kernel(  # type: ignore[no-untyped-def]
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     b = (tl.program_id(1) // HEADS).to(tl.int64)
     head = tl.program_id(1) % HEADS
-    near = block * BLOCK + tl.arange(0, BLOCK)
-    row = q0 + near
-    start, end = row_bounds(starts, ends, b, row, sq, sk, bound_batch, bound_row, CAUSAL)
+    offs_part = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_m = q0 + offs_part
+    start, end = row_bounds(starts, ends, b, offs_m, sq, sk, bound_batch, bound_row, CAUSAL)
     first, last = extent(start, end)
-    query += b * q_batch + head * q_head
-    key += b * k_batch + head * k_head
+    q_ptr += b * q_batch + head * q_head
+    k_ptr += b * k_batch + head * k_head
     # For wide rows this loads only the first part, which is not used.
-    queries = rows_of(query, row, q_row, row < sq, D, D_PAD)
-    top = tl.full([BLOCK], -3.0e38, tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
+    q = rows_of(q_ptr, offs_m, q_row, offs_m < sq, D, D_PAD)
+    m_i = tl.full([BLOCK_M], -3.0e38, tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
     # All rows see most tiles of keys, which then need no mask.
-    low = first // KEYS * KEYS
-    middle = tl.minimum(tl.maximum(tl.cdiv(tl.max(start, axis=0), KEYS) * KEYS, low), last)
-    high = tl.maximum(tl.min(end, axis=0) // KEYS * KEYS, middle)
+    low = first // BLOCK_N * BLOCK_N
+    middle = tl.minimum(tl.maximum(tl.cdiv(tl.max(start, axis=0), BLOCK_N) * BLOCK_N, low), last)
+    high = tl.maximum(tl.min(end, axis=0) // BLOCK_N * BLOCK_N, middle)
     if CHOSEN:
-        words = bits + (b * tl.num_programs(0) * BLOCK + near) * (width // BITS)
+        words = bits + (b * tl.num_programs(0) * BLOCK_M + offs_part) * (width // BITS)
         middle = last  # any tile may contain keys that were not chosen
-    for at in range(low, middle, KEYS):
+    for first_n in range(low, middle, BLOCK_N):
         s = _attention_scores(
-            query, queries, row, q_row, sq, key, at, k_row, sk, D, D_PAD, WIDE, KEYS
+            q_ptr, q, offs_m, q_row, sq, k_ptr, first_n, k_row, sk, D, D_PAD, WIDE, BLOCK_N
         )
-        s, lane = s * scale, at + tl.arange(0, KEYS)
+        s, offs_n = s * scale, first_n + tl.arange(0, BLOCK_N)
         if CHOSEN:
-            seen = chosen(words + at // BITS, tl.arange(0, KEYS), BITS)
+            mask = chosen(words + first_n // BITS, tl.arange(0, BLOCK_N), BITS)
         else:
-            seen = (lane[None, :] >= start[:, None]) & (lane[None, :] < end[:, None])
-        top, total = _log_sum_step(tl.where(seen, s, float("-inf")), top, total)
+            mask = (offs_n[None, :] >= start[:, None]) & (offs_n[None, :] < end[:, None])
+        m_i, l_i = _log_sum_step(tl.where(mask, s, float("-inf")), m_i, l_i)
     if not CHOSEN:
-        for at in range(middle, high, KEYS):
+        for first_n in range(middle, high, BLOCK_N):
             s = _attention_scores(
-                query, queries, row, q_row, sq, key, at, k_row, sk, D, D_PAD, WIDE, KEYS
+                q_ptr, q, offs_m, q_row, sq, k_ptr, first_n, k_row, sk, D, D_PAD, WIDE, BLOCK_N
             )
-            top, total = _log_sum_step(s * scale, top, total)
-        for at in range(high, last, KEYS):
+            m_i, l_i = _log_sum_step(s * scale, m_i, l_i)
+        for first_n in range(high, last, BLOCK_N):
             s = _attention_scores(
-                query, queries, row, q_row, sq, key, at, k_row, sk, D, D_PAD, WIDE, KEYS
+                q_ptr, q, offs_m, q_row, sq, k_ptr, first_n, k_row, sk, D, D_PAD, WIDE, BLOCK_N
             )
-            s, lane = s * scale, at + tl.arange(0, KEYS)
-            seen = (lane[None, :] >= start[:, None]) & (lane[None, :] < end[:, None])
-            top, total = _log_sum_step(tl.where(seen, s, float("-inf")), top, total)
-    tl.store(lse + (b * HEADS + head) * sq + row, top + tl.log2(total), mask=row < sq)
+            s, offs_n = s * scale, first_n + tl.arange(0, BLOCK_N)
+            mask = (offs_n[None, :] >= start[:, None]) & (offs_n[None, :] < end[:, None])
+            m_i, l_i = _log_sum_step(tl.where(mask, s, float("-inf")), m_i, l_i)
+    tl.store(lse + (b * HEADS + head) * sq + offs_m, m_i + tl.log2(l_i), mask=offs_m < sq)
 
 
 @on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _tile_kernel(  # type: ignore[no-untyped-def]
-    query, key, lse, q, k, weights, index_lse, starts, ends, rows, target, out, losses,
-    scale, mass, sq, sk, q0, parts, width,
+    aq_ptr, ak_ptr, lse, q_ptr, k_ptr, weights, index_lse, starts, ends, rows, target, out, losses,
+    scale, target_sum, sq, sk, q0, parts, width,
     aq_row, aq_batch, aq_head, ak_row, ak_batch, ak_head,
     q_row, q_batch, q_head, k_row, k_batch, w_row, w_batch, w_head, bound_batch, bound_row,
     rows_batch, rows_row,
@@ -152,81 +160,82 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
     ONE_KEY: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     TILE: tl.constexpr,
     RELU: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr, EPS: tl.constexpr,
-    INSIDE_LOGS: tl.constexpr, TARGET: tl.constexpr, REST: tl.constexpr, GAIN: tl.constexpr,
+    INSIDE_LOGS: tl.constexpr, TARGET: tl.constexpr, LOSS: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile: the target with TARGET; the row losses and G with REST."""
+    """Compute one tile: the target with TARGET; the row losses and G with LOSS."""
     b = tl.program_id(2).to(tl.int64)
-    near = (tl.num_programs(1) - 1 - tl.program_id(1)) * TILE + tl.arange(0, TILE)
-    row = q0 + near
-    start, end = row_bounds(starts, ends, b, row, sq, sk, bound_batch, bound_row, CAUSAL)
+    offs_part = (tl.num_programs(1) - 1 - tl.program_id(1)) * TILE + tl.arange(0, TILE)
+    offs_m = q0 + offs_part
+    start, end = row_bounds(starts, ends, b, offs_m, sq, sk, bound_batch, bound_row, CAUSAL)
     first, last = extent(start, end)
-    lane = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    place = (b * tl.num_programs(1) * TILE + near)[:, None] * width + lane[None, :]
+    offs_n = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    offs = (b * tl.num_programs(1) * TILE + offs_part)[:, None] * width + offs_n[None, :]
     if (tl.program_id(0) * TILE < last) & ((tl.program_id(0) + 1) * TILE > first):
-        inside = row < sq
-        seen = (lane[None, :] >= start[:, None]) & (lane[None, :] < end[:, None])
-        mass_here = tl.zeros([TILE, TILE], tl.float32)
+        mask_m = offs_m < sq
+        mask = (offs_n[None, :] >= start[:, None]) & (offs_n[None, :] < end[:, None])
+        p_sum = tl.zeros([TILE, TILE], tl.float32)
         if TARGET:
-            a_query = query + b * aq_batch
-            a_key = key + b * ak_batch
+            aq_base = aq_ptr + b * aq_batch
+            ak_base = ak_ptr + b * ak_batch
             if ONE_KEY and not WIDE:
-                keys = rows_of(a_key, lane, ak_row, lane < sk, A_D, A_D_PAD)
+                k = rows_of(ak_base, offs_n, ak_row, offs_n < sk, A_D, A_D_PAD)
             for head in range(0, A_HEADS):
-                at_query = a_query + head * aq_head
+                aq_h = aq_base + head * aq_head
                 if WIDE:
-                    at_key = a_key + head * ak_head
+                    ak_h = ak_base + head * ak_head
                     s = _wide_product(
-                        at_query, row, aq_row, inside, at_key, lane, ak_row, lane < sk, A_D, A_D_PAD
-                    )
+                        aq_h, offs_m, aq_row, mask_m, ak_h, offs_n, ak_row, offs_n < sk,
+                        A_D, A_D_PAD,
+                    )  # fmt: skip
                 else:
                     if not ONE_KEY:
-                        keys = rows_of(
-                            a_key + head * ak_head, lane, ak_row, lane < sk, A_D, A_D_PAD
+                        k = rows_of(
+                            ak_base + head * ak_head, offs_n, ak_row, offs_n < sk, A_D, A_D_PAD
                         )
-                    queries = rows_of(at_query, row, aq_row, inside, A_D, A_D_PAD)
-                    s = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+                    q = rows_of(aq_h, offs_m, aq_row, mask_m, A_D, A_D_PAD)
+                    s = tl.dot(q, tl.trans(k), input_precision="ieee")
                 s *= scale
-                own = tl.load(lse + (b * A_HEADS + head) * sq + row, mask=inside, other=0.0)
-                mass_here += tl.exp2(s - own[:, None])
-            mass_here = tl.where(seen, mass_here, 0.0)
-            if not REST:
-                tl.store(out + place, mass_here)
+                lse_i = tl.load(lse + (b * A_HEADS + head) * sq + offs_m, mask=mask_m, other=0.0)
+                p_sum += tl.exp2(s - lse_i[:, None])
+            p_sum = tl.where(mask, p_sum, 0.0)
+            if not LOSS:
+                tl.store(out + offs, p_sum)
         else:
-            mass_here = tl.load(target + place)
-        if REST:
-            index = tl.zeros([TILE, TILE], tl.float32)
-            keys = rows_of(k + b * k_batch, lane, k_row, lane < sk, D, D_PAD)
+            p_sum = tl.load(target + offs)
+        if LOSS:
+            scores = tl.zeros([TILE, TILE], tl.float32)
+            k = rows_of(k_ptr + b * k_batch, offs_n, k_row, offs_n < sk, D, D_PAD)
             for head in range(0, HEADS):
-                queries = rows_of(q + b * q_batch + head * q_head, row, q_row, inside, D, D_PAD)
-                s = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+                q = rows_of(q_ptr + b * q_batch + head * q_head, offs_m, q_row, mask_m, D, D_PAD)
+                s = tl.dot(q, tl.trans(k), input_precision="ieee")
                 if RELU:
                     s = tl.maximum(s, 0.0)
-                w_at = weights + b * w_batch + row.to(tl.int64) * w_row + head * w_head
-                index += s * tl.load(w_at, mask=inside, other=0.0).to(tl.float32)[:, None]
-            log_p = index - tl.load(index_lse + b * sq + row, mask=inside, other=0.0)[:, None]
-            log_p = tl.where(seen, log_p, 0.0)
-            p = tl.where(seen, tl.exp(log_p), 0.0)
-            t = mass_here / mass
+                w_ptrs = weights + b * w_batch + offs_m.to(tl.int64) * w_row + head * w_head
+                scores += s * tl.load(w_ptrs, mask=mask_m, other=0.0).to(tl.float32)[:, None]
+            log_p = scores - tl.load(index_lse + b * sq + offs_m, mask=mask_m, other=0.0)[:, None]
+            log_p = tl.where(mask, log_p, 0.0)
+            p = tl.where(mask, tl.exp(log_p), 0.0)
+            t = p_sum / target_sum
             kl = tl.sum(kl_terms(t, p, log_p, EPS, INSIDE_LOGS), axis=1)
             g = p - t
             if ROWS:
                 counts = tl.load(
-                    rows + b * rows_batch + row.to(tl.int64) * rows_row, mask=inside, other=0
+                    rows + b * rows_batch + offs_m.to(tl.int64) * rows_row, mask=mask_m, other=0
                 ).to(tl.float32)
                 kl *= counts
                 g *= counts[:, None]
-            tl.store(losses + (b * sq + row) * parts + tl.program_id(0), kl, mask=inside)
-            tl.store(out + place, (g * GAIN).to(out.dtype.element_ty))
+            tl.store(losses + (b * sq + offs_m) * parts + tl.program_id(0), kl, mask=mask_m)
+            tl.store(out + offs, (g * GAIN).to(out.dtype.element_ty))
     else:
         # The gradients read larger tiles, other parts of which may be valid.
-        tl.store(out + place, tl.zeros([TILE, TILE], tl.float32).to(out.dtype.element_ty))
-        if REST:
-            none = tl.zeros([TILE], tl.float32)
-            tl.store(losses + (b * sq + row) * parts + tl.program_id(0), none, mask=row < sq)
+        tl.store(out + offs, tl.zeros([TILE, TILE], tl.float32).to(out.dtype.element_ty))
+        if LOSS:
+            zeros = tl.zeros([TILE], tl.float32)
+            tl.store(losses + (b * sq + offs_m) * parts + tl.program_id(0), zeros, mask=offs_m < sq)
 
 
-class _Rest(NamedTuple):
-    """The inputs of the losses and G of a tile, besides its target.
+class _LossInputs(NamedTuple):
+    """What the losses and G of a tile depend on, except its target.
 
     Attributes:
         index_lse: log-sum-exp of the index scores, `[b, sq]`.
@@ -289,8 +298,8 @@ class AttentionTiles:
             self.query, self.key, *index.bounds[:2], self.lse if bits is None else bits, self.lse,
             self.scale, index.sq, index.sk, part[0], index.columns,
             *self._strides(), *index.bounds.strides,
-            HEADS=self.heads, D=width, D_PAD=step, WIDE=wide, BLOCK=index.tile,
-            KEYS=min(LSE_KEYS, index.tile), CAUSAL=index.causal,
+            HEADS=self.heads, D=width, D_PAD=step, WIDE=wide, BLOCK_M=index.tile,
+            BLOCK_N=min(LSE_KEYS, index.tile), CAUSAL=index.causal,
             CHOSEN=bits is not None, BITS=index.bits, **LSE_LAUNCH,
         )  # fmt: skip
 
@@ -302,14 +311,14 @@ class AttentionTiles:
         return out
 
     def _launch(
-        self, part: tuple[int, int], out: Tensor, target: Tensor | None, rest: _Rest | None
+        self, part: tuple[int, int], out: Tensor, target: Tensor | None, loss: _LossInputs | None
     ) -> None:
         """Write the target of a part, or its losses and G, from the target if that is given."""
         index = self.index
         q, k, weights = index.q, index.k, index.weights
         width, step, wide = self._widths()
         columns = index.columns // self.block
-        index_lse, rows, losses, mass, inside_logs = rest or _Rest(out, None, out, 1.0, False)
+        index_lse, rows, losses, mass, inside_logs = loss or _LossInputs(out, None, out, 1.0, False)
         _tile_kernel[(columns, out.size(1) // self.block, index.batch)](
             self.query, self.key, self.lse, q, k, weights, index_lse, *index.bounds[:2],
             index_lse if rows is None else rows, out if target is None else target, out, losses,
@@ -319,7 +328,7 @@ class AttentionTiles:
             A_HEADS=self.heads, A_D=width, A_D_PAD=step, WIDE=wide, ONE_KEY=self.key.size(2) == 1,
             HEADS=index.heads, D=index.width, D_PAD=padded(index.width), TILE=self.block,
             RELU=index.use_relu, CAUSAL=index.causal, ROWS=rows is not None, EPS=EPSILON,
-            INSIDE_LOGS=inside_logs, TARGET=target is None, REST=rest is not None,
+            INSIDE_LOGS=inside_logs, TARGET=target is None, LOSS=loss is not None,
             GAIN=index.gain, **TILE_LAUNCH,
         )  # fmt: skip
 
@@ -356,11 +365,11 @@ class DenseTarget(AttentionTiles):
         super().__init__(index, query, key, softmax_scale)
         self.losses = index_lse.new_empty(index.batch, index.sq, index.columns // self.block)
         mass = float(max(self.heads * ranks, 1))
-        self.rest = _Rest(index_lse, rows, self.losses, mass, inside_logs)
+        self.loss_inputs = _LossInputs(index_lse, rows, self.losses, mass, inside_logs)
         self.sum_exponentials((0, index.sq))
 
     def gradient(self, part: tuple[int, int], target: Tensor | None = None) -> Tensor:
         """Compute G and the row losses of one part, from the target of all ranks if it is given."""
         out = self.index.scratch(part, self.index.dtype)
-        self._launch(part, out, target, self.rest)
+        self._launch(part, out, target, self.loss_inputs)
         return out

@@ -2,10 +2,13 @@
 
 The gathered keys of a query form a matrix that all heads share only if there is one key for all of
 them. With a key per head, each head would multiply by a vector, without tensor cores, and read
-`topk * d` numbers of its own. So all valid keys are multiplied in tiles here, as for the dense
-loss: once for the log-sum-exp of each head's scores over the chosen keys, which one bit per key
-selects, and again for the target, of which only the values of the chosen keys are kept:
-`[b, sq, topk]`.
+`topk * d` numbers of its own. So all valid keys are multiplied in tiles here, by the kernels of
+`dense_triton`: once for the log-sum-exp of each head's scores over the chosen keys, which one bit
+per key selects, and again for the target, of which only the values of the chosen keys are kept:
+`[b, sq, topk]`. Tensor cores limit these.
+
+`_gather_kernel` has the grid queries x batch. A program reads the indices of one query and the
+target of these keys once and writes that once; its scattered reads limit it.
 
 This is done for a part of the queries at a time: at most `G_BYTES` (512 MiB) for the target of all
 keys in fp32, and 1/32 of that for the bits; the log-sum-exps, `[b, heads, sq]`, cover all parts.
@@ -34,12 +37,12 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
 ):
     """Copy the target of one query's chosen keys, 0 where there is no key."""
     b = (tl.program_id(0) // part).to(tl.int64)
-    near = tl.program_id(0) % part
+    part_row = tl.program_id(0) % part
     slot = tl.arange(0, SLOTS)
-    place = (b * sq + q0 + near) * topk + slot
-    at = tl.load(indices + place, mask=slot < topk, other=-1)
-    found = tl.load(full + (b * rows + near) * width + at, mask=at >= 0, other=0.0)
-    tl.store(target + place, found, mask=slot < topk)
+    offs = (b * sq + q0 + part_row) * topk + slot
+    key_n = tl.load(indices + offs, mask=slot < topk, other=-1)
+    p_sum = tl.load(full + (b * rows + part_row) * width + key_n, mask=key_n >= 0, other=0.0)
+    tl.store(target + offs, p_sum, mask=slot < topk)
 
 
 def _bits(index: IndexTiles, part: tuple[int, int], indices: Tensor) -> Tensor:

@@ -1,15 +1,21 @@
 """The indexer's sparse loss on CUDA: both distributions over the chosen keys, and all gradients.
 
-There is one program per query. `target` gathers the attention's chosen keys once, keeps the scores
-of all heads on chip where they fit (256 keys by 32 heads), and writes the probabilities summed over
-this rank's heads, `[b, sq, topk]`, which tensor parallelism sums over the ranks; with a key per
-head, `dsa_indexer_per_head_triton` computes them. `gradients` reads these and the chosen index
-scores, computes the loss of the row and p - t, and gathers the indexer's keys for the gradients of
-q and of the head weights. The gradient of k is accumulated by fp32 atomics or, bitwise
-reproducibly, by `dsa_indexer_tiles_triton` from p - t scattered into a zeroed G.
+Both kernels have the grid queries x batch.
+
+- `_target_kernel`: a program gathers the attention's chosen keys, keeps the scores of all heads on
+  chip where they fit (256 keys by 32 heads) and otherwise gathers twice, and writes the
+  probabilities summed over this rank's heads, `[b, sq, topk]`, once. Tensor parallelism sums these
+  over the ranks. With a key per head, `per_head_triton` computes them.
+- `_gradients_kernel`: a program holds Q of all heads of the indexer, and the accumulators of dQ and
+  dW in fp32. It computes the loss of its row and p - t from the target and the chosen index scores,
+  gathers the indexer's keys once, and writes dQ and dW once. It accumulates dK by fp32 atomics or,
+  bitwise reproducibly, scatters p - t into a zeroed G, from which `tiles_triton` computes dK.
 
 For products, p - t is split into two bf16 terms: with one, the error would be as large as that of
 rounding the result itself.
+
+Atomics limit the gradients most: on an H200 they take 0.49 of 1.23 ms. Registers limit the keys per
+step (`keys_and_warps`; `benchmarks/results/dsa_indexer_designs.md`).
 """
 
 from __future__ import annotations
@@ -48,25 +54,25 @@ def keys_and_warps(heads: int, width: int, gpu: Gpu) -> tuple[int, int]:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _target_scores(  # type: ignore[no-untyped-def]
-    query, key, at, there, heads, key_row, query_head,
+    query, key, key_n, mask_n, offs_h, key_row, query_head,
     D: tl.constexpr, D_STEP: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Products `[keys, heads]` of the keys `at` with all heads of one query."""
-    d = tl.arange(0, D_STEP)
-    s = tl.zeros([at.shape[0], heads.shape[0]], tl.float32)
+    offs_d = tl.arange(0, D_STEP)
+    s = tl.zeros([key_n.shape[0], offs_h.shape[0]], tl.float32)
     for first in range(0, D, D_STEP):
-        inside = first + d < D
-        keys = tl.load(
-            key + at.to(tl.int64)[:, None] * key_row + (first + d)[None, :],
-            mask=there[:, None] & inside[None, :],
+        mask_d = first + offs_d < D
+        k = tl.load(
+            key + key_n.to(tl.int64)[:, None] * key_row + (first + offs_d)[None, :],
+            mask=mask_n[:, None] & mask_d[None, :],
             other=0.0,
         )
-        queries = tl.load(
-            query + heads[None, :] * query_head + (first + d)[:, None],
-            mask=(heads < HEADS)[None, :] & inside[:, None],
+        q = tl.load(
+            query + offs_h[None, :] * query_head + (first + offs_d)[:, None],
+            mask=(offs_h < HEADS)[None, :] & mask_d[:, None],
             other=0.0,
         )
-        s = tl.dot(keys, queries, s, input_precision="ieee")
+        s = tl.dot(k, q, s, input_precision="ieee")
     return s
 
 
@@ -76,41 +82,52 @@ def _target_kernel(  # type: ignore[no-untyped-def]
     query, key, indices, target, scale, sq, topk,
     q_row, q_batch, q_head, k_row, k_batch,
     HEADS: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, D_STEP: tl.constexpr,
-    KEYS: tl.constexpr, ONE: tl.constexpr,
+    BLOCK_N: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
+    """The target of the chosen keys of one query; with ONE, all of them fit in one block."""
     row = tl.program_id(0).to(tl.int64)
     b = row // sq
     query += b * q_batch + (row % sq) * q_row
     key += b * k_batch
-    lane = tl.arange(0, KEYS)
-    heads = tl.arange(0, H_PAD)
-    top = tl.full([H_PAD], -3.0e38, tl.float32)
-    total = tl.zeros([H_PAD], tl.float32)
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_h = tl.arange(0, H_PAD)
+    m_i = tl.full([H_PAD], -3.0e38, tl.float32)
+    l_i = tl.zeros([H_PAD], tl.float32)
     if ONE:
-        at = tl.load(indices + row * topk + lane, mask=lane < topk, other=-1)
-        s = _target_scores(query, key, at, at >= 0, heads, k_row, q_head, D, D_STEP, HEADS)
-        s = tl.where((at >= 0)[:, None], s * scale, float("-inf"))
-        top = tl.maximum(tl.max(s, axis=0), -3.0e38)
-        e = tl.exp(s - top[None, :])
-        total = tl.sum(e, axis=0)
-        share = tl.where(heads < HEADS, 1.0 / tl.maximum(total, 1e-37), 0.0)
-        tl.store(target + row * topk + lane, tl.sum(e * share[None, :], axis=1), mask=lane < topk)
+        key_n = tl.load(indices + row * topk + offs_n, mask=offs_n < topk, other=-1)
+        s = _target_scores(query, key, key_n, key_n >= 0, offs_h, k_row, q_head, D, D_STEP, HEADS)
+        s = tl.where((key_n >= 0)[:, None], s * scale, float("-inf"))
+        m_i = tl.maximum(tl.max(s, axis=0), -3.0e38)
+        p = tl.exp(s - m_i[None, :])
+        l_i = tl.sum(p, axis=0)
+        inv_l = tl.where(offs_h < HEADS, 1.0 / tl.maximum(l_i, 1e-37), 0.0)
+        tl.store(
+            target + row * topk + offs_n, tl.sum(p * inv_l[None, :], axis=1), mask=offs_n < topk
+        )
     else:
-        for first in range(0, topk, KEYS):
-            at = tl.load(indices + row * topk + first + lane, mask=first + lane < topk, other=-1)
-            s = _target_scores(query, key, at, at >= 0, heads, k_row, q_head, D, D_STEP, HEADS)
-            s = tl.where((at >= 0)[:, None], s * scale, float("-inf"))
-            higher = tl.maximum(top, tl.max(s, axis=0))
-            total = total * tl.exp(top - higher) + tl.sum(tl.exp(s - higher[None, :]), axis=0)
-            top = higher
-        share = tl.where(heads < HEADS, 1.0 / tl.maximum(total, 1e-37), 0.0)
-        for first in range(0, topk, KEYS):
-            at = tl.load(indices + row * topk + first + lane, mask=first + lane < topk, other=-1)
-            s = _target_scores(query, key, at, at >= 0, heads, k_row, q_head, D, D_STEP, HEADS)
-            s = tl.where((at >= 0)[:, None], s * scale, float("-inf"))
-            e = tl.exp(s - top[None, :]) * share[None, :]
+        for first in range(0, topk, BLOCK_N):
+            key_n = tl.load(
+                indices + row * topk + first + offs_n, mask=first + offs_n < topk, other=-1
+            )
+            s = _target_scores(
+                query, key, key_n, key_n >= 0, offs_h, k_row, q_head, D, D_STEP, HEADS
+            )
+            s = tl.where((key_n >= 0)[:, None], s * scale, float("-inf"))
+            m_new = tl.maximum(m_i, tl.max(s, axis=0))
+            l_i = l_i * tl.exp(m_i - m_new) + tl.sum(tl.exp(s - m_new[None, :]), axis=0)
+            m_i = m_new
+        inv_l = tl.where(offs_h < HEADS, 1.0 / tl.maximum(l_i, 1e-37), 0.0)
+        for first in range(0, topk, BLOCK_N):
+            key_n = tl.load(
+                indices + row * topk + first + offs_n, mask=first + offs_n < topk, other=-1
+            )
+            s = _target_scores(
+                query, key, key_n, key_n >= 0, offs_h, k_row, q_head, D, D_STEP, HEADS
+            )
+            s = tl.where((key_n >= 0)[:, None], s * scale, float("-inf"))
+            p = tl.exp(s - m_i[None, :]) * inv_l[None, :]
             tl.store(
-                target + row * topk + first + lane, tl.sum(e, axis=1), mask=first + lane < topk
+                target + row * topk + first + offs_n, tl.sum(p, axis=1), mask=first + offs_n < topk
             )
 
 
@@ -135,7 +152,7 @@ def target(query: Tensor, key: Tensor, indices: Tensor, softmax_scale: float) ->
     _target_kernel[(batch * sq,)](
         query, key, indices, out, softmax_scale, sq, topk,
         *query.stride()[:3], *key.stride()[:2],
-        HEADS=heads, H_PAD=h_pad, D=width, D_STEP=step, KEYS=keys, ONE=topk <= keys,
+        HEADS=heads, H_PAD=h_pad, D=width, D_STEP=step, BLOCK_N=keys, ONE=topk <= keys,
         num_warps=4, num_stages=2,
     )  # fmt: skip
     return out
@@ -152,87 +169,88 @@ def kl_terms(t, p, log_p, EPS: tl.constexpr, INSIDE_LOGS: tl.constexpr):  # type
 @on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _gradients_kernel(  # type: ignore[no-untyped-def]
-    q, k, weights, indices, scores, target, rows, factor, loss, dq, dk, dw, g_out,
+    q_ptr, k_ptr, weights, indices, scores, target, rows, factor, loss_ptr, dq, dk, dw, g_out,
     sq, sk, topk, batch, q0, part, g_rows, g_width,
     q_row, q_batch, q_head, k_row, k_batch, w_row, w_batch, w_head, rows_batch, rows_row,
     HEADS: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    TOPK_PAD: tl.constexpr, KEYS: tl.constexpr, RELU: tl.constexpr, EPS: tl.constexpr,
+    TOPK_PAD: tl.constexpr, BLOCK_N: tl.constexpr, RELU: tl.constexpr, EPS: tl.constexpr,
     INSIDE_LOGS: tl.constexpr, ROWS: tl.constexpr, GRADIENTS: tl.constexpr, SPLIT: tl.constexpr,
     SCATTER: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
+    """The loss of one query; with GRADIENTS, its dQ and dW, and its part of dK or of G."""
     b = (tl.program_id(0) // part).to(tl.int64)
-    near = tl.program_id(0) % part
-    s_at = (q0 + near).to(tl.int64)
-    row = b * sq + s_at
+    part_row = tl.program_id(0) % part
+    row = (q0 + part_row).to(tl.int64)
+    bs = b * sq + row
     slot = tl.arange(0, TOPK_PAD)
-    there = tl.load(indices + row * topk + slot, mask=slot < topk, other=-1) >= 0
-    share = tl.load(target + row * topk + slot, mask=there, other=0.0)
-    index = tl.load(scores + row * topk + slot, mask=there, other=float("-inf"))
-    whole = tl.maximum(tl.sum(share, axis=0), EPS)
-    top = tl.maximum(tl.max(index, axis=0), -3.0e38)
-    lse = top + tl.log(tl.maximum(tl.sum(tl.exp(index - top), axis=0), 1e-37))
-    log_p = tl.where(there, index - lse, 0.0)
-    p = tl.where(there, tl.exp(log_p), 0.0)
-    kl = tl.sum(kl_terms(share / whole, p, log_p, EPS, INSIDE_LOGS), axis=0)
+    mask = tl.load(indices + bs * topk + slot, mask=slot < topk, other=-1) >= 0
+    t = tl.load(target + bs * topk + slot, mask=mask, other=0.0)
+    score = tl.load(scores + bs * topk + slot, mask=mask, other=float("-inf"))
+    t_sum = tl.maximum(tl.sum(t, axis=0), EPS)
+    m_i = tl.maximum(tl.max(score, axis=0), -3.0e38)
+    lse = m_i + tl.log(tl.maximum(tl.sum(tl.exp(score - m_i), axis=0), 1e-37))
+    log_p = tl.where(mask, score - lse, 0.0)
+    p = tl.where(mask, tl.exp(log_p), 0.0)
+    loss = tl.sum(kl_terms(t / t_sum, p, log_p, EPS, INSIDE_LOGS), axis=0)
     counts = 1.0
     if ROWS:
-        counts = tl.load(rows + b * rows_batch + s_at * rows_row).to(tl.float32)
-    tl.store(loss + row, kl * counts)
+        counts = tl.load(rows + b * rows_batch + row * rows_row).to(tl.float32)
+    tl.store(loss_ptr + bs, loss * counts)
     if GRADIENTS:
-        by = counts * tl.load(factor)
-        heads = tl.arange(0, H_PAD)
-        d = tl.arange(0, D_PAD)
-        lane = tl.arange(0, KEYS)
-        head_in, d_in = heads < HEADS, d < D
-        q_at = q + b * q_batch + s_at * q_row
-        queries = tl.load(
-            q_at + heads[:, None] * q_head + d[None, :],
-            mask=head_in[:, None] & d_in[None, :],
+        row_factor = counts * tl.load(factor)
+        offs_h = tl.arange(0, H_PAD)
+        offs_d = tl.arange(0, D_PAD)
+        offs_n = tl.arange(0, BLOCK_N)
+        mask_h, mask_d = offs_h < HEADS, offs_d < D
+        q_ptrs = q_ptr + b * q_batch + row * q_row
+        q = tl.load(
+            q_ptrs + offs_h[:, None] * q_head + offs_d[None, :],
+            mask=mask_h[:, None] & mask_d[None, :],
             other=0.0,
         )
-        w = tl.load(weights + b * w_batch + s_at * w_row + heads * w_head, mask=head_in, other=0.0)
+        w = tl.load(weights + b * w_batch + row * w_row + offs_h * w_head, mask=mask_h, other=0.0)
         w = w.to(tl.float32)
-        sum_q = tl.zeros([D_PAD, H_PAD], tl.float32)
-        sum_w = tl.zeros([H_PAD], tl.float32)
-        for first in range(0, topk, KEYS):
-            place = row * topk + first + lane
-            at = tl.load(indices + place, mask=first + lane < topk, other=-1)
-            here = at >= 0
-            g = tl.exp(tl.load(scores + place, mask=here, other=float("-inf")) - lse)
-            g -= tl.load(target + place, mask=here, other=0.0) / whole
-            keys = tl.load(
-                k + b * k_batch + at.to(tl.int64)[:, None] * k_row + d[None, :],
-                mask=here[:, None] & d_in[None, :],
+        acc_dq = tl.zeros([D_PAD, H_PAD], tl.float32)
+        acc_dw = tl.zeros([H_PAD], tl.float32)
+        for first in range(0, topk, BLOCK_N):
+            offs = bs * topk + first + offs_n
+            key_n = tl.load(indices + offs, mask=first + offs_n < topk, other=-1)
+            mask_n = key_n >= 0
+            g = tl.exp(tl.load(scores + offs, mask=mask_n, other=float("-inf")) - lse)
+            g -= tl.load(target + offs, mask=mask_n, other=0.0) / t_sum
+            k = tl.load(
+                k_ptr + b * k_batch + key_n.to(tl.int64)[:, None] * k_row + offs_d[None, :],
+                mask=mask_n[:, None] & mask_d[None, :],
                 other=0.0,
             )
-            s = tl.dot(keys, tl.trans(queries), input_precision="ieee")
-            spread = tl.zeros_like(s) + tl.where(here, g, 0.0)[:, None]
+            s = tl.dot(k, tl.trans(q), input_precision="ieee")
+            ds = tl.zeros_like(s) + tl.where(mask_n, g, 0.0)[:, None]
             if RELU:
-                spread = tl.where(s > 0.0, spread, 0.0)
-            sum_w += tl.sum(spread * s, axis=0)
-            high = spread.to(keys.dtype)
-            sum_q = tl.dot(tl.trans(keys), high, sum_q, input_precision="ieee")
+                ds = tl.where(s > 0.0, ds, 0.0)
+            acc_dw += tl.sum(ds * s, axis=0)
+            high = ds.to(k.dtype)
+            acc_dq = tl.dot(tl.trans(k), high, acc_dq, input_precision="ieee")
             if SPLIT:
-                low = (spread - high.to(tl.float32)).to(keys.dtype)
-                sum_q = tl.dot(tl.trans(keys), low, sum_q, input_precision="ieee")
+                low = (ds - high.to(tl.float32)).to(k.dtype)
+                acc_dq = tl.dot(tl.trans(k), low, acc_dq, input_precision="ieee")
             if SCATTER:
-                into = g_out + (b * g_rows + near) * g_width + at
-                tl.store(into, (g * counts * GAIN).to(g_out.dtype.element_ty), mask=here)
+                g_ptrs = g_out + (b * g_rows + part_row) * g_width + key_n
+                tl.store(g_ptrs, (g * counts * GAIN).to(g_out.dtype.element_ty), mask=mask_n)
             else:
-                none = tl.zeros([KEYS, D_PAD], tl.float32)
-                sum_k = product(spread * w[None, :], queries, none, SPLIT) * by
+                zeros = tl.zeros([BLOCK_N, D_PAD], tl.float32)
+                dk_n = product(ds * w[None, :], q, zeros, SPLIT) * row_factor
                 tl.atomic_add(
-                    dk + (b * sk + at)[:, None] * D + d[None, :],
-                    sum_k,
-                    mask=here[:, None] & d_in[None, :],
+                    dk + (b * sk + key_n)[:, None] * D + offs_d[None, :],
+                    dk_n,
+                    mask=mask_n[:, None] & mask_d[None, :],
                     sem="relaxed",
                 )
-        out = (s_at * batch + b) * HEADS + heads
-        tl.store(dw + out, sum_w * by, mask=head_in)
+        offs_dw = (row * batch + b) * HEADS + offs_h
+        tl.store(dw + offs_dw, acc_dw * row_factor, mask=mask_h)
         tl.store(
-            dq + out[None, :] * D + d[:, None],
-            (sum_q * (w * by)[None, :]).to(dq.dtype.element_ty),
-            mask=head_in[None, :] & d_in[:, None],
+            dq + offs_dw[None, :] * D + offs_d[:, None],
+            (acc_dq * (w * row_factor)[None, :]).to(dq.dtype.element_ty),
+            mask=mask_h[None, :] & mask_d[:, None],
         )
 
 
@@ -305,7 +323,7 @@ class Sparse:
             0 if g is None else g.size(1), index.columns,
             *q.stride()[:3], *k.stride()[:2], *weights.stride(), *strides_of(self.rows),
             HEADS=index.heads, H_PAD=h_pad, D=index.width, D_PAD=d_pad,
-            TOPK_PAD=topk_pad, KEYS=min(topk_pad, keys), RELU=index.use_relu, EPS=EPSILON,
+            TOPK_PAD=topk_pad, BLOCK_N=min(topk_pad, keys), RELU=index.use_relu, EPS=EPSILON,
             INSIDE_LOGS=self.inside_logs, ROWS=self.rows is not None, GRADIENTS=out is not None,
             SPLIT=q.dtype != torch.float32, SCATTER=g is not None, GAIN=index.gain,
             num_warps=warps, num_stages=2,

@@ -2,11 +2,19 @@
 
 G is `[b, queries, keys]`, padded to complete tiles, in fp16, multiplied by 2**15 (|G| <= 1 in both
 losses, and values below fp16's normal range contribute nothing), for as many queries at a time as
-`G_BYTES` allows. A tile of queries iterates over the keys for dq and dweights, a tile of keys over
-the queries for dk; keys that the bounds exclude for an entire tile are skipped. There are no
-atomics: every sum has a fixed order, so gradients are bitwise reproducible.
+`G_BYTES` allows. Keys that the bounds exclude for an entire tile are skipped.
 
-The head weights multiply the sum for dq, not its terms, and dq stays in fp32 until the upstream
+- `_query_kernel`: grid (heads, tiles of queries, batch). A program holds Q and the accumulators of
+  dQ and dW of one head, walks along the keys, and writes both once. G and K are read once per head.
+- `_key_kernel`: grid (groups of heads, tiles of keys, batch). A program holds K and the accumulator
+  of dK, walks along the queries and the heads of its group, and writes dK of the group once. Q is
+  read once per tile of keys, and G once per group.
+
+Tensor cores limit both, and products wait for the other work of their program: on an H200 they run
+at 56 % (dQ and dW) and 43 % (dK) of 790 TFLOP/s (`benchmarks/results/dsa_indexer_designs.md`).
+There are no atomics: every sum has a fixed order, so gradients are bitwise reproducible.
+
+The head weights multiply the sum for dQ, not its terms, and dQ stays in fp32 until the upstream
 gradient is known: the only loss of precision is one rounding of G to the type of the keys.
 """
 
@@ -40,88 +48,88 @@ GROUPS = 4
 @on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _query_kernel(  # type: ignore[no-untyped-def]
-    q, k, weights, g, starts, ends, factor, dq, dw, sq, sk, q0, width,
+    q_ptr, k_ptr, weights, g, starts, ends, factor, dq, dw, sq, sk, q0, width,
     q_row, q_batch, q_head, k_row, k_batch, w_row, w_batch, w_head, bound_batch, bound_row,
     HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr,
     RELU: tl.constexpr, CAUSAL: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
-    """dq and dweights of one head for a tile of queries."""
+    """dQ and dW of one head for a tile of queries."""
     b = tl.program_id(2).to(tl.int64)
     head = tl.program_id(0)
-    near = (tl.num_programs(1) - 1 - tl.program_id(1)) * TILE + tl.arange(0, TILE)
-    row = q0 + near
-    inside = row < sq
-    start, end = row_bounds(starts, ends, b, row, sq, sk, bound_batch, bound_row, CAUSAL)
+    offs_part = (tl.num_programs(1) - 1 - tl.program_id(1)) * TILE + tl.arange(0, TILE)
+    offs_m = q0 + offs_part
+    mask_m = offs_m < sq
+    start, end = row_bounds(starts, ends, b, offs_m, sq, sk, bound_batch, bound_row, CAUSAL)
     first, last = extent(start, end)
-    queries = rows_of(q + b * q_batch + head * q_head, row, q_row, inside, D, D_PAD)
-    base = g + (b * tl.num_programs(1) * TILE + near)[:, None] * width
-    sum_q = tl.zeros([TILE, D_PAD], tl.float32)
-    sum_w = tl.zeros([TILE], tl.float32)
-    for at in range(first // TILE * TILE, last, TILE):
-        lane = at + tl.arange(0, TILE)
-        keys = rows_of(k + b * k_batch, lane, k_row, lane < sk, D, D_PAD)
-        s = tl.dot(queries, tl.trans(keys), input_precision="ieee")
-        spread = tl.load(base + lane[None, :]).to(tl.float32)
+    q = rows_of(q_ptr + b * q_batch + head * q_head, offs_m, q_row, mask_m, D, D_PAD)
+    g_ptrs = g + (b * tl.num_programs(1) * TILE + offs_part)[:, None] * width
+    acc_dq = tl.zeros([TILE, D_PAD], tl.float32)
+    acc_dw = tl.zeros([TILE], tl.float32)
+    for first_n in range(first // TILE * TILE, last, TILE):
+        offs_n = first_n + tl.arange(0, TILE)
+        k = rows_of(k_ptr + b * k_batch, offs_n, k_row, offs_n < sk, D, D_PAD)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        ds = tl.load(g_ptrs + offs_n[None, :]).to(tl.float32)
         if RELU:
-            spread = tl.where(s > 0.0, spread, 0.0)
-        sum_w += tl.sum(spread * s, axis=1)
-        sum_q = tl.dot(spread.to(keys.dtype), keys, sum_q, input_precision="ieee")
-    by = tl.load(factor) / GAIN
-    at_w = weights + b * w_batch + row.to(tl.int64) * w_row + head * w_head
-    w = tl.load(at_w, mask=inside, other=0.0).to(tl.float32)
-    out = (row.to(tl.int64) * tl.num_programs(2) + b) * HEADS + head
-    d = tl.arange(0, D_PAD)
-    tl.store(dw + out, sum_w * by, mask=inside)
+            ds = tl.where(s > 0.0, ds, 0.0)
+        acc_dw += tl.sum(ds * s, axis=1)
+        acc_dq = tl.dot(ds.to(k.dtype), k, acc_dq, input_precision="ieee")
+    scale = tl.load(factor) / GAIN
+    w_ptrs = weights + b * w_batch + offs_m.to(tl.int64) * w_row + head * w_head
+    w = tl.load(w_ptrs, mask=mask_m, other=0.0).to(tl.float32)
+    offs_dw = (offs_m.to(tl.int64) * tl.num_programs(2) + b) * HEADS + head
+    offs_d = tl.arange(0, D_PAD)
+    tl.store(dw + offs_dw, acc_dw * scale, mask=mask_m)
     tl.store(
-        dq + out[:, None] * D + d[None, :],
-        (sum_q * (w * by)[:, None]).to(dq.dtype.element_ty),
-        mask=inside[:, None] & (d < D)[None, :],
+        dq + offs_dw[:, None] * D + offs_d[None, :],
+        (acc_dq * (w * scale)[:, None]).to(dq.dtype.element_ty),
+        mask=mask_m[:, None] & (offs_d < D)[None, :],
     )
 
 
 @on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _key_kernel(  # type: ignore[no-untyped-def]
-    q, k, weights, g, starts, ends, factor, dk, sq, sk, q0, q1, width,
+    q_ptr, k_ptr, weights, g, starts, ends, factor, dk, sq, sk, q0, q1, width,
     q_row, q_batch, q_head, k_row, k_batch, w_row, w_batch, w_head, bound_batch, bound_row,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     TILE: tl.constexpr, RELU: tl.constexpr, CAUSAL: tl.constexpr, GAIN: tl.constexpr,
     ADD: tl.constexpr,
 ):  # fmt: skip
-    """The contribution of a group of heads to dk for a tile of keys, `[groups, b, sk, D]`."""
+    """The contribution of a group of heads to dK for a tile of keys, `[groups, b, sk, D]`."""
     b = tl.program_id(2).to(tl.int64)
-    lane = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    keys = rows_of(k + b * k_batch, lane, k_row, lane < sk, D, D_PAD)
+    offs_n = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    k = rows_of(k_ptr + b * k_batch, offs_n, k_row, offs_n < sk, D, D_PAD)
     rows = tl.cdiv(q1 - q0, TILE) * TILE
-    sum_k = tl.zeros([TILE, D_PAD], tl.float32)
-    for block in range(0, rows, TILE):
-        near = block + tl.arange(0, TILE)
-        row = q0 + near
-        inside = row < q1
-        start, end = row_bounds(starts, ends, b, row, sq, sk, bound_batch, bound_row, CAUSAL)
+    acc_dk = tl.zeros([TILE, D_PAD], tl.float32)
+    for first_m in range(0, rows, TILE):
+        offs_part = first_m + tl.arange(0, TILE)
+        offs_m = q0 + offs_part
+        mask_m = offs_m < q1
+        start, end = row_bounds(starts, ends, b, offs_m, sq, sk, bound_batch, bound_row, CAUSAL)
         first, last = extent(start, end)
         if (tl.program_id(1) * TILE < last) & ((tl.program_id(1) + 1) * TILE > first):
-            place = (b * rows + near)[:, None] * width + lane[None, :]
-            here = tl.load(g + place).to(tl.float32)
+            offs_g = (b * rows + offs_part)[:, None] * width + offs_n[None, :]
+            g_tile = tl.load(g + offs_g).to(tl.float32)
             for head in range(tl.program_id(0) * GROUP, tl.program_id(0) * GROUP + GROUP):
-                real = inside & (head < HEADS)
-                queries = rows_of(q + b * q_batch + head * q_head, row, q_row, real, D, D_PAD)
-                s = tl.dot(queries, tl.trans(keys), input_precision="ieee")
-                w_at = weights + b * w_batch + row.to(tl.int64) * w_row + head * w_head
-                w = tl.load(w_at, mask=real, other=0.0).to(tl.float32)
-                spread = here * w[:, None]
+                mask_mh = mask_m & (head < HEADS)
+                q = rows_of(q_ptr + b * q_batch + head * q_head, offs_m, q_row, mask_mh, D, D_PAD)
+                s = tl.dot(q, tl.trans(k), input_precision="ieee")
+                w_ptrs = weights + b * w_batch + offs_m.to(tl.int64) * w_row + head * w_head
+                w = tl.load(w_ptrs, mask=mask_mh, other=0.0).to(tl.float32)
+                ds = g_tile * w[:, None]
                 if RELU:
-                    spread = tl.where(s > 0.0, spread, 0.0)
-                left = tl.trans(spread.to(queries.dtype))
-                sum_k = tl.dot(left, queries, sum_k, input_precision="ieee")
-    d = tl.arange(0, D_PAD)
-    at = (tl.program_id(0) * tl.num_programs(2) + b) * sk + lane
-    mask = (lane < sk)[:, None] & (d < D)[None, :]
-    sum_k *= tl.load(factor) / GAIN
-    out = dk + at[:, None] * D + d[None, :]
+                    ds = tl.where(s > 0.0, ds, 0.0)
+                ds_t = tl.trans(ds.to(q.dtype))
+                acc_dk = tl.dot(ds_t, q, acc_dk, input_precision="ieee")
+    offs_d = tl.arange(0, D_PAD)
+    offs_dk = (tl.program_id(0) * tl.num_programs(2) + b) * sk + offs_n
+    mask = (offs_n < sk)[:, None] & (offs_d < D)[None, :]
+    acc_dk *= tl.load(factor) / GAIN
+    dk_ptrs = dk + offs_dk[:, None] * D + offs_d[None, :]
     if ADD:
-        sum_k += tl.load(out, mask=mask, other=0.0)
-    tl.store(out, sum_k, mask=mask)
+        acc_dk += tl.load(dk_ptrs, mask=mask, other=0.0)
+    tl.store(dk_ptrs, acc_dk, mask=mask)
 
 
 def key_stages(width: int, gpu: Gpu) -> int:

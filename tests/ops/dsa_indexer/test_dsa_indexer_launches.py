@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from cppmega.ops import dsa_indexer  # noqa: E402
 from cppmega.ops.common import scaled_triton  # noqa: E402
 from cppmega.ops.common.bounds import Bounds  # noqa: E402
-from cppmega.ops.dsa_indexer import tiles_triton as dsa_indexer_tiles_triton  # noqa: E402
+from cppmega.ops.dsa_indexer import tiles_triton  # noqa: E402
 from cppmega.ops.dsa_indexer.problem import Loss  # noqa: E402
 from cppmega.ops.pointwise import dsa_indexer_prologue  # noqa: E402
 from cppmega.ops.pointwise.dsa_indexer_prologue import Rotary, prepare_index_inputs  # noqa: E402
@@ -157,7 +157,7 @@ def test_parts_do_not_hold_memory_at_the_same_time(
     """With several ranks, the target of a part and its G exist together."""
     made: list[weakref.ref[torch.Tensor]] = []
     sizes: list[int] = []
-    scratch = dsa_indexer_tiles_triton.IndexTiles.scratch
+    scratch = tiles_triton.IndexTiles.scratch
 
     def recorded(tiles: Any, part: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
         new = scratch(tiles, part, dtype)
@@ -165,11 +165,11 @@ def test_parts_do_not_hold_memory_at_the_same_time(
         sizes.append(sum(x.nbytes for x in (one() for one in made) if x is not None))
         return new
 
-    monkeypatch.setattr(dsa_indexer_tiles_triton.IndexTiles, "scratch", recorded)
+    monkeypatch.setattr(tiles_triton.IndexTiles, "scratch", recorded)
     monkeypatch.setattr(Loss, "ranks", lambda loss: ranks)
     monkeypatch.setattr(Loss, "add_up", lambda loss, target: target)
     layer(launches, 32768, 1, Bounds(), CALLS[call])
-    assert len(made) > 2 and 0 < max(sizes) <= most * dsa_indexer_tiles_triton.G_BYTES
+    assert len(made) > 2 and 0 < max(sizes) <= most * tiles_triton.G_BYTES
 
 
 def test_every_kernel_is_launched_by_one_of_these_calls(launches: Launches) -> None:
