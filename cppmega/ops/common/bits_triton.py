@@ -1,7 +1,9 @@
 """One bit per query and key: which keys were chosen, for products of complete tiles.
 
-The bits of the keys that a query chose and may see are set by atomic or in zeroed memory, so the
-order of entries does not matter.
+`_bits_kernel` has the grid queries x batch. A program reads the indices of its query once, and sets
+the bits of the keys that the query may see in zeroed memory, by one atomic or per key and layout
+(by query, by key); it also marks their units of UNIT queries and keys. The order of entries does
+not matter. These scattered writes limit it.
 """
 
 from __future__ import annotations
@@ -32,41 +34,41 @@ def _bits_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Set the bit of each chosen key of one query, in zeroed memory."""
     b = (tl.program_id(0) // part).to(tl.int64)
-    near = tl.program_id(0) % part
-    row = q0 + near + tl.arange(0, 1)
+    part_row = tl.program_id(0) % part
+    row = q0 + part_row + tl.arange(0, 1)
     start, end = row_bounds(starts, ends, b, row, sq, sk, bound_batch, bound_row, CAUSAL)
     for first in range(0, topk, SLOTS):
         slot = first + tl.arange(0, SLOTS)
-        at = tl.load(indices + (b * sq + q0 + near) * topk + slot, mask=slot < topk, other=0)
-        there = (slot < topk) & (at >= start) & (at < end)
-        at = tl.where(there, at, 0).to(tl.int32)
-        one = tl.full([SLOTS], 1, tl.int32)
+        key_n = tl.load(indices + (b * sq + q0 + part_row) * topk + slot, mask=slot < topk, other=0)
+        mask = (slot < topk) & (key_n >= start) & (key_n < end)
+        key_n = tl.where(mask, key_n, 0).to(tl.int32)
+        bit = tl.full([SLOTS], 1, tl.int32)
         if BY_QUERY:
-            word = bits + (b * rows + near) * words + at // BITS
-            tl.atomic_or(word, one << (at % BITS), mask=there, sem="relaxed")
+            word = bits + (b * rows + part_row) * words + key_n // BITS
+            tl.atomic_or(word, bit << (key_n % BITS), mask=mask, sem="relaxed")
         if BY_KEY:
-            word = across + (b * words * BITS + at) * (rows // BITS) + near // BITS
-            tl.atomic_or(word, one << (near % BITS), mask=there, sem="relaxed")
+            word = across + (b * words * BITS + key_n) * (rows // BITS) + part_row // BITS
+            tl.atomic_or(word, bit << (part_row % BITS), mask=mask, sem="relaxed")
         if MARKS:
             # Other programs write the same value there.
-            unit = (b * (rows // UNIT) + near // UNIT) * (words * BITS // UNIT) + at // UNIT
-            tl.store(marks + unit, one, mask=there)
+            unit = (b * (rows // UNIT) + part_row // UNIT) * (words * BITS // UNIT) + key_n // UNIT
+            tl.store(marks + unit, bit, mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def chosen(words, lane, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+def chosen(words, offs_n, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Which columns of a tile have their bit set, given the address of each row's first word.
 
     Args:
         words: `[rows]`.
-        lane: `tl.arange(0, columns)`.
+        offs_n: `tl.arange(0, columns)`.
         BITS: columns per word.
     """
     # A word is loaded once per row, not once per column.
-    word = tl.zeros([words.shape[0], lane.shape[0]], tl.int32)
-    for part in tl.static_range(lane.shape[0] // BITS):
-        word = tl.where((lane // BITS == part)[None, :], tl.load(words + part)[:, None], word)
-    return (word & (tl.full(lane.shape, 1, tl.int32) << (lane % BITS))[None, :]) != 0
+    word = tl.zeros([words.shape[0], offs_n.shape[0]], tl.int32)
+    for part in tl.static_range(offs_n.shape[0] // BITS):
+        word = tl.where((offs_n // BITS == part)[None, :], tl.load(words + part)[:, None], word)
+    return (word & (tl.full(offs_n.shape, 1, tl.int32) << (offs_n % BITS))[None, :]) != 0
 
 
 class Places(NamedTuple):

@@ -1,4 +1,8 @@
-"""A tensor times a number in device memory, rounded once."""
+"""A tensor times a number in device memory, rounded once.
+
+The grid is blocks of 4096 elements. A program reads each element once and writes it once; memory
+bandwidth limits it.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +21,10 @@ _ELEMENTS = 4096
 @triton.jit  # type: ignore[untyped-decorator]
 def _scale_kernel(source, factor, out, elements, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """out = factor * source in fp32, rounded once. `factor` is one number in device memory."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(source + at, mask=at < elements, other=0.0).to(tl.float32)
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(source + offs, mask=offs < elements, other=0.0).to(tl.float32)
     value = value * tl.load(factor)
-    tl.store(out + at, value.to(out.dtype.element_ty), mask=at < elements)
+    tl.store(out + offs, value.to(out.dtype.element_ty), mask=offs < elements)
 
 
 def scaled(source: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

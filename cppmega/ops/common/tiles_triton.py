@@ -1,4 +1,4 @@
-"""Pieces of Triton kernels over tiles of queries and keys: bounds, rows, products."""
+"""Device functions over tiles of queries and keys: bounds, rows, products. No kernel is here."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def extent(start, end):  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def rows_of(base, row, step, inside, D: tl.constexpr, D_PAD: tl.constexpr):  # type: ignore[no-untyped-def]
     """Rows `[rows, D_PAD]` of a matrix, zero where `inside` is false."""
-    d = tl.arange(0, D_PAD)
+    offs_d = tl.arange(0, D_PAD)
     return tl.load(
-        base + row.to(tl.int64)[:, None] * step + d[None, :],
-        mask=inside[:, None] & (d < D)[None, :],
+        base + row.to(tl.int64)[:, None] * step + offs_d[None, :],
+        mask=inside[:, None] & (offs_d < D)[None, :],
         other=0.0,
     )
 

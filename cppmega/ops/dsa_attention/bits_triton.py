@@ -41,14 +41,14 @@ def _lists_kernel(  # type: ignore[no-untyped-def]
     lists += tl.program_id(0).to(tl.int64) * (other + 1)
     count = 0
     for first in range(0, other, CHUNK):
-        at = first + tl.arange(0, CHUNK)
-        there = tl.zeros([CHUNK], tl.int32)
+        offs = first + tl.arange(0, CHUNK)
+        mark = tl.zeros([CHUNK], tl.int32)
         for i in tl.static_range(OWN):
             for j in tl.static_range(OTHER):
-                unit = marks + i * own_step + (at * OTHER + j) * other_step
-                there |= tl.load(unit, mask=at < other, other=0)
-        tl.store(lists + count + tl.cumsum(there, axis=0) - there, at, mask=there != 0)
-        count += tl.sum(there, axis=0)
+                unit = marks + i * own_step + (offs * OTHER + j) * other_step
+                mark |= tl.load(unit, mask=offs < other, other=0)
+        tl.store(lists + count + tl.cumsum(mark, axis=0) - mark, offs, mask=mark != 0)
+        count += tl.sum(mark, axis=0)
     tl.store(counts + tl.program_id(0), count)
 
 

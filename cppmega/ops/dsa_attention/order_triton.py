@@ -34,21 +34,21 @@ from cppmega.ops.dsa_attention.problem import Absorbed
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def visible(at, start, end):  # type: ignore[no-untyped-def]
+def visible(key, start, end):  # type: ignore[no-untyped-def]
     """Whether an entry of the indices is a key that its query may see."""
-    return (at >= start) & (at < end)
+    return (key >= start) & (key < end)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def bounds_of_row(  # type: ignore[no-untyped-def]
-    starts, ends, b, s, sq, sk, bound_batch, bound_row, CAUSAL: tl.constexpr
+    starts, ends, b, row, sq, sk, bound_batch, bound_row, CAUSAL: tl.constexpr
 ):
     """The first key that a query may see, and the key after the last."""
     if CAUSAL:
         start = 0
-        end = (s + 1 + sk - sq).to(tl.int32)
+        end = (row + 1 + sk - sq).to(tl.int32)
     else:
-        at = b.to(tl.int64) * bound_batch + s.to(tl.int64) * bound_row
+        at = b.to(tl.int64) * bound_batch + row.to(tl.int64) * bound_row
         start = tl.maximum(tl.load(starts + at), 0).to(tl.int32)
         end = tl.load(ends + at).to(tl.int32)
     return start, tl.minimum(end, sk)
@@ -66,15 +66,15 @@ def ones(word):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def place_of(bits, first, b, at, near, there, sk, words):  # type: ignore[no-untyped-def]
-    """The slots, within those of batch element b, of a query's contributions to the keys `at`.
+def place_of(bits, first, b, key_n, part_row, mask_n, sk, words):  # type: ignore[no-untyped-def]
+    """The slots, within those of batch element b, of a query's contributions to the keys `key_n`.
 
-    b is relative to the first batch element of `bits`, and `near` to its first query.
+    b is relative to the first batch element of `bits`, and `part_row` to its first query.
     """
     origin = b.to(tl.int64) * sk * words
-    word = origin + at.to(tl.int64) * words + near // 32
-    lower = tl.load(bits + word, mask=there, other=0) & ((1 << (near % 32)) - 1)
-    return tl.load(first + word, mask=there, other=0) - tl.load(first + origin) + ones(lower)
+    word = origin + key_n.to(tl.int64) * words + part_row // 32
+    lower = tl.load(bits + word, mask=mask_n, other=0) & ((1 << (part_row % 32)) - 1)
+    return tl.load(first + word, mask=mask_n, other=0) - tl.load(first + origin) + ones(lower)
 
 
 @on_its_device
@@ -84,23 +84,25 @@ def _bits_kernel(  # type: ignore[no-untyped-def]
     SLOTS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Set the bit of one query for each of its keys; the bits must be zero before."""
-    near = tl.program_id(0) % part
-    b, s = tl.program_id(0) // part, q0 + near
-    start, end = bounds_of_row(starts, ends, b, s, sq, sk, bound_batch, bound_row, CAUSAL)
+    part_row = tl.program_id(0) % part
+    b, row = tl.program_id(0) // part, q0 + part_row
+    start, end = bounds_of_row(starts, ends, b, row, sq, sk, bound_batch, bound_row, CAUSAL)
     slot = tl.arange(0, SLOTS)
-    row = indices + (b.to(tl.int64) * sq + s) * topk
-    at = tl.load(row + slot, mask=slot < topk, other=-1).to(tl.int32)
-    word = bits + (b.to(tl.int64) * sk + at) * words + near // 32
-    bit = tl.full([SLOTS], 1, tl.int32) << (near % 32)
-    tl.atomic_or(word, bit, mask=visible(at, start, end), sem="relaxed")
+    row_indices = indices + (b.to(tl.int64) * sq + row) * topk
+    key_n = tl.load(row_indices + slot, mask=slot < topk, other=-1).to(tl.int32)
+    word = bits + (b.to(tl.int64) * sk + key_n) * words + part_row // 32
+    bit = tl.full([SLOTS], 1, tl.int32) << (part_row % 32)
+    tl.atomic_or(word, bit, mask=visible(key_n, start, end), sem="relaxed")
 
 
 @on_its_device
 @triton.jit  # type: ignore[untyped-decorator]
 def _count_kernel(bits, counts, words, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Count the bits set in each word."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(counts + at, ones(tl.load(bits + at, mask=at < words, other=0)), mask=at < words)
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(
+        counts + offs, ones(tl.load(bits + offs, mask=offs < words, other=0)), mask=offs < words
+    )
 
 
 @on_its_device
@@ -111,26 +113,26 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     ADD: tl.constexpr,
 ):  # fmt: skip
     """Sum the contributions to one key, `EACH` per pair; each batch element has its own region."""
-    near = (tl.program_id(0) // sk).to(tl.int64)
+    part_b = (tl.program_id(0) // sk).to(tl.int64)
     key = (tl.program_id(0) % sk).to(tl.int64)
-    origin = (b0 + near) * sk * words
+    origin = (b0 + part_b) * sk * words
     begin = tl.load(first + origin + key * words) - tl.load(first + origin)
     end = tl.load(first + origin + (key + 1) * words) - tl.load(first + origin)
-    d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    lane = tl.arange(0, ROWS)
-    rows = contributions + (near * region + begin) * EACH * D
+    offs_d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    offs_n = tl.arange(0, ROWS)
+    ptrs = contributions + (part_b * region + begin) * EACH * D
     acc = tl.zeros([COLUMNS], tl.float32)
     for at in range(0, (end - begin) * EACH, ROWS):
-        found = tl.load(
-            rows + (at + lane).to(tl.int64)[:, None] * D + d[None, :],
-            mask=(at + lane < (end - begin) * EACH)[:, None] & (d < D)[None, :],
+        contribution = tl.load(
+            ptrs + (at + offs_n).to(tl.int64)[:, None] * D + offs_d[None, :],
+            mask=(at + offs_n < (end - begin) * EACH)[:, None] & (offs_d < D)[None, :],
             other=0.0,
         )
-        acc += tl.sum(found.to(tl.float32), axis=0)
-    into = total + key * out_row + near * out_batch + d
+        acc += tl.sum(contribution.to(tl.float32), axis=0)
+    total_ptrs = total + key * out_row + part_b * out_batch + offs_d
     if ADD:
-        acc += tl.load(into, mask=d < D, other=0.0)
-    tl.store(into, acc.to(total.dtype.element_ty), mask=d < D)
+        acc += tl.load(total_ptrs, mask=offs_d < D, other=0.0)
+    tl.store(total_ptrs, acc.to(total.dtype.element_ty), mask=offs_d < D)
 
 
 class Order:
