@@ -1,37 +1,57 @@
-"""DSA's sparse attention on one GPU: our kernels against Megatron's paths and dense attention.
+"""DSA's sparse attention on one GPU: kernels, widths of TileLang's kernels, and shared keys.
 
-usage: python -m benchmarks.dsa_attention --megatron ROOT [--out benchmarks/results] [--only NAME]
+    python -m benchmarks.dsa_attention kernels --megatron ROOT [--only NAME]
+    python -m benchmarks.dsa_attention widths --megatron ROOT
+    python -m benchmarks.dsa_attention sharing --megatron ROOT
 
-ROOT holds a pristine megatron/ (an unpacked wheel); a copy gets `dsa_sparse_mla_widths`, so that
-TileLang's kernels accept NAM56R's widths. TileLang must be installed. All ways run in this process
-on the same inputs: causal keys chosen at random, -1 where there are fewer. Before any time, output
-and gradients are compared with fp64: relative L2 errors, divided by those of an fp32 computation on
-the same inputs whose results are rounded to bf16. Medians of 10 with CUDA events, host time
-included; peaks are above the inputs. Writes dsa_attention_h200.json and .md; with --only, the cases
-whose name begins so are measured and the others kept as they are in the file.
+ROOT holds a pristine megatron/ (an unpacked wheel), of which a copy is patched. Everything that is
+compared runs in one process on the same inputs: causal keys chosen at random in any order, -1 where
+there are fewer. Errors of output and gradients are relative L2 against fp64, divided by those of an
+fp32 computation on the same bf16 inputs whose results are rounded to bf16. Times are medians with
+CUDA events, host time included; peaks are above the inputs.
+
+`kernels` compares ours with Megatron's paths and dense attention. The copy gets
+`dsa_sparse_mla_widths`, so that TileLang's kernels accept NAM56R's widths; TileLang must be
+installed. Writes dsa_attention_h200.json and .md; with --only, the cases whose name begins so are
+measured and the others kept as they are in the file.
+
+`widths` compares fused sparse MLA at the widths of that page with Megatron's unfused path. Writes
+dsa_sparse_mla_h200.json and .md.
+
+`sharing` measures nine DSA layers: all Full, three Full and six Shared, and with keys that are
+given. The copy gets every page, with CPPMEGA_INDEX_CACHE=1. The layers are Megatron's DSAttention
+with its indexer, at NAM56R's sizes and in bf16, without the projections around them, which are the
+same in all ways; all take the same inputs. Timed are a forward of nine layers and the gradients of
+inputs and parameters; the ways take turns, and the median over the turns counts. Nine layers with
+given keys have no indexer, so two thirds of what they save are the time of six indexers. Writes
+dsa_sharing_h200.json and .md: the share of that time that sharing saves.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import json
-import tempfile
-from collections.abc import Callable, Iterator
-from datetime import date
+import math
+import os
+import statistics
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks import RESULTS
-from benchmarks import dsa_sparse_mla as yardstick
-from benchmarks.harness import trees as sides
+from benchmarks.harness import results, trees
+from benchmarks.harness.gpu import distances, timed
+from cppmega.host import env
 from cppmega.ops.dsa_attention import sparse_attention
 
+PACKAGE = "megatron.core.transformer.experimental_attention_variant"
+PAGE = "dsa_sparse_mla_widths"
+NAMES = ("out", "dq", "dkv")
 NAM56R = {"heads": 32, "widths": (128, 64), "sequence": 4096, "topk": 256}
 DEEPSEEK = {"heads": 128, "widths": (576, 512), "topk": 2048}
 SMALL = {"sequence": 512, "topk": 256}
@@ -52,21 +72,130 @@ CASES: dict[str, dict[str, Any]] = {
     "DeepSeek-V3.2, 32k": {**DEEPSEEK, "sequence": 32768, "timed_only": True, "without": ALL_KEYS},
     "a key per head, b 1": {**NAM56R, "key_heads": 32, "without": ("tilelang",)},
 }
-ATTEMPTS = 10
+WIDTHS: dict[str, dict[str, Any]] = {
+    "NAM56R": {"heads": 32, "widths": (128, 64), "sequence": 4096},
+    "NAM56R, micro-batch 4": {"heads": 32, "widths": (128, 64), "sequence": 4096, "batch": 4},
+    "8 heads (TP 4), ragged": {"heads": 8, "widths": (128, 64), "sequence": 500, "batch": 2},
+    "peaked scores": {"heads": 32, "widths": (128, 64), "sequence": 512, "gain": 5.0},
+    "192 and 128": {"heads": 32, "widths": (192, 128), "sequence": 512},
+    "576 and 512, as released": {"heads": 64, "widths": (576, 512), "sequence": 512},
+}
+LAYER = {
+    **{"hidden_size": 4096, "num_attention_heads": 32, "q_lora_rank": 64, "kv_lora_rank": 64},
+    **{"qk_head_dim": 64, "qk_pos_emb_head_dim": 64, "v_head_dim": 64, "dsa_indexer_topk": 256},
+    **{"dsa_indexer_n_heads": 32, "dsa_indexer_head_dim": 64, "dsa_indexer_loss_coeff": 0.001},
+}
+PATTERNS = {"9 Full": "FFFFFFFFF", "3 Full, 6 Shared": "FSSFSSFSS", "keys given": "FSSSSSSSSS"}
+"""Where keys are given, the first layer chooses them and is not timed."""
+FULL, SHARED, GIVEN = PATTERNS
+SHARING = {
+    f"{loss} loss, b {batch}": {"batch": batch, "dsa_indexer_use_sparse_loss": loss == "sparse"}
+    for loss in ("sparse", "dense")
+    for batch in (1, 8)
+}
+TURNS, SEQUENCE = 3, 4096
+
+TOPK = 256
+
+Tensors = tuple[torch.Tensor, ...]
+Way = Callable[[], torch.Tensor]
+Step = Callable[[], tuple[torch.Tensor | None, ...]]
 
 
 class DeclinedError(Exception):
     """A way does not do a case."""
 
 
-Tensors = tuple[torch.Tensor, ...]
-Way = Callable[[], torch.Tensor]
+def drawn(
+    heads: int,
+    widths: tuple[int, int],
+    sequence: int,
+    batch: int = 1,
+    gain: float = 1.0,
+    topk: int = TOPK,
+) -> Tensors:
+    """Query [s, b, h, w], key [s, b, 1, w], gradient [s, b, h, v] in bf16, indices [b, s, k]."""
+    made = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=made, device="cuda")
+
+    query = (normal(sequence, batch, heads, widths[0]) * gain).bfloat16()
+    key = normal(sequence, batch, 1, widths[0]).bfloat16()
+    # Not uniform: rows differ in size by a factor of about 50.
+    rows = torch.logspace(-1, 0.7, sequence, device="cuda")[:, None, None, None]
+    grad = (normal(sequence, batch, heads, widths[1]) * rows).bfloat16()
+    drawn = torch.rand(batch, sequence, sequence, generator=made, device="cuda").tril_()
+    chosen = drawn.topk(topk).indices
+    chosen = chosen.masked_fill(chosen > torch.arange(sequence, device="cuda")[:, None], -1)
+    chosen[:, 7] = -1  # a row without keys
+    order = torch.randperm(topk, generator=made, device="cuda")
+    return query, key, grad, chosen[..., order]
+
+
+def by_hand(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    grad: torch.Tensor,
+    indices: torch.Tensor,
+    scale: float,
+    dtype: torch.dtype,
+) -> Tensors:
+    """Output and gradients over the gathered keys, 256 rows at a time."""
+    value = grad.size(-1)
+    out = torch.zeros_like(grad, dtype=dtype)
+    dq, dkv = torch.zeros_like(query, dtype=dtype), torch.zeros_like(key, dtype=dtype)
+    for b in range(query.size(1)):
+        for rows in torch.arange(query.size(0), device="cuda").split(256):
+            at, x, g = indices[b, rows], query[rows, b].to(dtype), grad[rows, b].to(dtype)
+            keys = key[:, b, 0].to(dtype)[at.clamp(min=0)]
+            scores = torch.einsum("shd,skd->shk", x, keys) * scale
+            p = scores.masked_fill((at < 0)[:, None], -math.inf).softmax(-1).nan_to_num(0.0)
+            out[rows, b] = o = torch.einsum("shk,skd->shd", p, keys[..., :value])
+            dp = torch.einsum("shd,skd->shk", g, keys[..., :value])
+            ds = p * (dp - (o * g).sum(-1, keepdim=True)) * scale
+            dq[rows, b] = torch.einsum("shk,skd->shd", ds, keys)
+            dk = torch.einsum("shk,shd->skd", ds, x)
+            dk[..., :value] += torch.einsum("shk,shd->skd", p, g)
+            dkv[:, b, 0].index_add_(0, at[at >= 0], dk[at >= 0])
+    return out, dq, dkv
+
+
+def errors(got: Tensors, want: Tensors) -> dict[str, float]:
+    """Relative L2, by name."""
+    assert all(torch.isfinite(part).all() for part in got)
+    return distances(NAMES, got, want)
+
+
+def over(found: dict[str, float], floor: dict[str, float]) -> dict[str, float]:
+    """Errors as multiples of those of the floor."""
+    return {part: round(found[part] / floor[part], 2) for part in NAMES}
+
+
+def equal(first: Tensors, again: Tensors) -> list[str]:
+    """Which of two runs' results are the same bit for bit."""
+    return [n for n, a, b in zip(NAMES, first, again, strict=True) if torch.equal(a, b)]
+
+
+def measured(work: Callable[[], Any], repeats: int) -> dict[str, float]:
+    """Milliseconds, and the peak in GiB above what was allocated before."""
+    milliseconds, peak = timed(work, repeats)
+    return {"milliseconds": round(milliseconds, 3), "peak_gib": round(peak, 2)}
+
+
+def truth_and_floor(
+    data: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], scale: float
+) -> tuple[Tensors, dict[str, float]]:
+    """Results in fp64, and the errors of those in fp32 that are rounded to bf16."""
+    true = by_hand(*data, scale, torch.float64)
+    low = by_hand(*data, scale, torch.float32)
+    return true, errors(tuple(part.bfloat16() for part in low), true)
 
 
 def inputs(case: dict[str, Any]) -> Tensors:
     """Query, key, gradient of the output in bf16, and indices; leaves of autograd."""
     names = ("heads", "widths", "sequence", "batch", "gain", "topk")
-    query, key, grad, indices = yardstick.inputs(**{n: case[n] for n in names if n in case})
+    query, key, grad, indices = drawn(**{n: case[n] for n in names if n in case})
     if case.get("sink"):  # a key that every query chose
         indices[indices == 0] = -1
         indices[..., 0] = 0
@@ -120,12 +249,6 @@ def flash(
         return dense(query, key, padded, scale)[..., : value.size(3)]
 
 
-def timed(call: Callable[[], Any]) -> dict[str, float]:
-    """Milliseconds, and the peak in GiB above what was allocated before."""
-    milliseconds, peak = yardstick.timed(call, ATTEMPTS)
-    return {"milliseconds": round(milliseconds, 3), "peak_gib": round(peak, 2)}
-
-
 def measure(case: dict[str, Any], megatron: dict[str, Any]) -> dict[str, Any]:
     """Measure all ways of one case."""
     tensors = inputs(case)
@@ -134,10 +257,7 @@ def measure(case: dict[str, Any], megatron: dict[str, Any]) -> dict[str, Any]:
     if not case.get("timed_only") and "key_heads" not in case:
         scale = case["widths"][0] ** -0.5
         data = (query.detach(), key.detach(), grad, indices.long())
-        true = yardstick.by_hand(*data, scale, torch.float64)
-        low = yardstick.by_hand(*data, scale, torch.float32)
-        floor = yardstick.errors(tuple(part.bfloat16() for part in low), true)
-        del low
+        true, floor = truth_and_floor(data, scale)
     row: dict[str, Any] = {}
     for name, way in ways(case, tensors, megatron):
         if name not in case.get("without", ()):
@@ -161,16 +281,35 @@ def _of_way(way: Way, tensors: Tensors, true: Any, floor: Any) -> dict[str, Any]
     first = both()
     row: dict[str, Any] = {}
     if true is not None and first[0].shape == true[0].shape:
-        row["over_floor"] = yardstick.over(yardstick.errors(first, true), floor)
-        row["repeats"] = yardstick.equal(first, both())
+        row["over_floor"] = over(errors(first, true), floor)
+        row["repeats"] = equal(first, both())
     del first
     with torch.no_grad():
-        row["forward"] = timed(way)
-    row["both"] = timed(both)
+        row["forward"] = measured(way, 10)
+    row["both"] = measured(both, 10)
     out = way()
     backward = partial(torch.autograd.grad, out, (query, key), grad, retain_graph=True)
-    row["backward"] = timed(backward)
+    row["backward"] = measured(backward, 10)
     return row
+
+
+def _cells(result: dict[str, Any]) -> Iterator[str | list[Any]]:
+    for name, row in result["cases"].items():
+        for way, found in row.items():
+            if "failed" in found:
+                yield f"| {name} | {way} | {found['failed']} ||||||"
+                continue
+            times, ours = (
+                [each[part]["milliseconds"] for part in ("both", "forward", "backward")]
+                for each in (found, row["ours"])
+            )
+            ratios = " / ".join(f"{t / o:.2f}" for t, o in zip(times, ours, strict=True))
+            yield [
+                *(name, way, *times[1:], times[0], found["both"]["peak_gib"]),
+                " ".join(map(str, found.get("over_floor", {}).values())),
+                ", ".join(found.get("repeats", ())),
+                "" if way == "ours" else ratios,
+            ]
 
 
 def table(result: dict[str, Any]) -> str:
@@ -183,77 +322,273 @@ def table(result: dict[str, Any]) -> str:
         "of out, dq and dkv against fp64 as multiples of those of fp32 rounded to bf16; speedup of "
         "ours (forward and backward together; then each alone).",
         "",
-        "| case | way | forward | backward | both | peak GiB | errors | repeats bitwise | ours is "
-        "faster by |",
-        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, row in result["cases"].items():
-        for way, found in row.items():
-            if "failed" in found:
-                lines.append(f"| {name} | {way} | {found['failed']} ||||||")
-                continue
-            times = [found[part]["milliseconds"] for part in ("forward", "backward", "both")]
-            ours = [row["ours"][part]["milliseconds"] for part in ("both", "forward", "backward")]
-            ratios = [t / o for t, o in zip((times[2], times[0], times[1]), ours, strict=True)]
-            cells = [
-                name,
-                way,
-                *times,
-                found["both"]["peak_gib"],
-                " ".join(map(str, found.get("over_floor", {}).values())),
-                ", ".join(found.get("repeats", ())),
-                "" if way == "ours" else " / ".join(f"{ratio:.2f}" for ratio in ratios),
-            ]
-            lines.append("| " + " | ".join(map(str, cells)) + " |")
+    columns = ["case", "way", "forward", "backward", "both", "peak GiB", "errors"]
+    lines += results.table([*columns, "repeats bitwise", "ours is faster by"], _cells(result))
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Run the cases and write the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def measure_widths(case: dict[str, Any], fused: Any, unfused: Any) -> dict[str, Any]:
+    """Measure both paths on one case."""
+    query, key, grad, indices = drawn(**case)
+    width, value = case["widths"]
+    scale = width**-0.5
+    rows = torch.arange(query.size(0), device="cuda")
+    causal = {"varlen_starts": torch.zeros_like(rows), "varlen_ends": rows + 1}
+
+    def run(function: Callable[..., Any], **more: Any) -> Tensors:
+        q, kv = query.detach().requires_grad_(), key.detach().requires_grad_()
+        out = function(q, kv, indices, scale, value, **more)
+        assert out is not None, "declined"
+        return (out.detach(), *torch.autograd.grad(out, (q, kv), grad))
+
+    true, floor = truth_and_floor((query, key, grad, indices), scale)
+    row: dict[str, Any] = {"batch": case.get("batch", 1), **case}
+    ways = {
+        "fused": lambda: run(fused),
+        "unfused": lambda: run(unfused, key_positions=None, **causal),
+    }
+    for name, way in ways.items():
+        first, again = way(), way()
+        found = errors(first, true)
+        row[name] = {
+            **measured(way, 20),
+            "error": {part: float(f"{found[part]:.3g}") for part in NAMES},
+            "over_floor": over(found, floor),
+            "repeats": equal(first, again),
+        }
+    return row
+
+
+def widths_table(result: dict[str, Any]) -> str:
+    """The result as Markdown."""
+    lines = [
+        f"{result['gpu']}, torch {result['torch']}, tilelang {result['tilelang']}, megatron-core "
+        f"{result['megatron-core']}, overlay {result['overlay']}, {result['date']}.",
+        "",
+        f"Forward and backward, {TOPK} keys a query. Errors of out, dq and dkv against fp64, as "
+        "multiples of those of fp32 rounded to bf16.",
+        "",
+    ]
+
+    def cells(name: str, row: dict[str, Any]) -> list[Any]:
+        old, new = row["unfused"], row["fused"]
+        return [
+            *(name, row["heads"], "/".join(map(str, row["widths"]))),
+            f"{row['sequence']} x {row['batch']}",
+            *(f"{way['milliseconds']} ms, {way['peak_gib']} GiB" for way in (old, new)),
+            f"{old['milliseconds'] / new['milliseconds']:.1f}",
+            *(" ".join(f"{way['over_floor'][part]}" for part in NAMES) for way in (old, new)),
+            ", ".join(new["repeats"]),
+        ]
+
+    columns = ["case", "heads", "widths", "s x b", "unfused", "fused", "ratio", "unfused errors"]
+    columns += ["fused errors", "fused repeats bitwise"]
+    lines += results.table(columns, (cells(*item) for item in result["cases"].items()))
+    return "\n".join(lines) + "\n"
+
+
+def layers(pattern: str, **options: Any) -> list[Any]:
+    """DSA layers of a pattern, on the CPU."""
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.experimental_attention_variant import dsa
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from cppmega.features.dsa import layer_kinds as dsa_layer_kinds
+    from cppmega.proof import small_models as parts
+
+    config = parts.dsa_config(num_layers=len(pattern), **options)
+    indexer = dsa.DSAIndexerSubmodules(
+        parts.Projection, parts.Projection, parts.Norm, parts.Projection
     )
-    parser.add_argument("--megatron", type=Path, required=True)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--only", default="", metavar="NAME")
-    options = parser.parse_args()
+    given = dsa.DSAttentionSubmodules(ModuleSpec(dsa.DSAIndexer, submodules=indexer))
+    numbers = range(1, 1 + len(pattern))
+    torch.manual_seed(0)
+    with _asked(pattern), dsa_layer_kinds.decoder(config, numbers, numbers):
+        causal = AttnMaskType.causal
+        return [dsa.DSAttention(config, given, n, causal, "self") for n in numbers]
 
-    from cppmega.overlay import verbs as overlay
-    from cppmega.overlay.verbs import Session
-    from cppmega.rank import imported
 
-    options.out.mkdir(parents=True, exist_ok=True)
-    target = options.out / "dsa_attention_h200.json"
-    cases = json.loads(target.read_text())["cases"] if options.only and target.is_file() else {}
-    with tempfile.TemporaryDirectory() as scratch:
-        root = Path(scratch) / "patched"
-        sides.copy(options.megatron, root)
-        session = Session(root)
-        outcome = overlay.apply(session, only=[yardstick.PAGE])
-        assert outcome.ok, outcome.plan.failures
-        imported.only_from(root)
-        package = "megatron.core.transformer.experimental_attention_variant"
-        dsa = importlib.import_module(f"{package}.dsa")
-        hooks = importlib.import_module(f"{package}.ops.tilelang_dsa")
-        megatron = {
+@contextmanager
+def _asked(pattern: str) -> Iterator[None]:
+    """Let the variables of the page ask for a pattern."""
+    before = dict(os.environ)
+    os.environ |= {env.INDEX_CACHE.name: "1", env.DSA_INDEX_PATTERN.name: pattern}
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+class LayerInputs:
+    """What all layers take: `[sequence, batch, ...]` in bf16."""
+
+    def __init__(self, sequence: int, batch: int, device: str, **options: Any) -> None:
+        heads, latent, value = (
+            options[name] for name in ("num_attention_heads", "kv_lora_rank", "v_head_dim")
+        )
+        width = latent + options["qk_pos_emb_head_dim"]
+        made = torch.Generator(device).manual_seed(0)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=made, device=device).bfloat16()
+
+        self.query = normal(sequence, batch, heads, width).requires_grad_()
+        self.key = normal(sequence, batch, 1, width).requires_grad_()
+        self.up = (normal(heads, value, latent) * latent**-0.5).requires_grad_()
+        self.hidden = normal(sequence, batch, options["hidden_size"])
+        self.compressed = normal(sequence, batch, options["q_lora_rank"])
+        self.gradient = normal(sequence, batch, heads * value)
+
+    def through(self, layer: Any) -> torch.Tensor:
+        """The output of a layer."""
+        from megatron.core.transformer.enums import AttnMaskType
+
+        out: torch.Tensor = layer(
+            *(self.query, self.key, None, None, self.hidden, self.compressed),
+            attn_mask_type=AttnMaskType.causal,
+            up_v_weight=self.up,
+        )
+        return out
+
+
+def nine_layers(name: str, inputs: LayerInputs, device: str, **options: Any) -> Step:
+    """Forward and backward of nine layers; returns the outputs and the gradients."""
+    from cppmega.features.dsa import forward as dsa_forward
+
+    stack = [layer.to(device) for layer in layers(PATTERNS[name], **options)]
+    kept: dict[str, Any] = {}
+    if name == GIVEN:
+        chooses, *stack = stack
+        with dsa_forward.forward() as here, torch.no_grad():
+            inputs.through(chooses)
+        kept = vars(here)
+    leaves = [inputs.query, inputs.key, inputs.up, *(p for x in stack for p in x.parameters())]
+
+    def step() -> tuple[torch.Tensor | None, ...]:
+        with dsa_forward.forward() as here:
+            for holder, keys in kept.items():
+                if isinstance(keys, ChainMap):
+                    setattr(here, holder, keys)
+            outputs = [inputs.through(layer) for layer in stack]
+        upstream = [inputs.gradient] * len(outputs)
+        gradients = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
+        return (*(out.detach() for out in outputs), *gradients)
+
+    return step
+
+
+def measure_sharing(batch: int, **options: Any) -> dict[str, Any]:
+    """Milliseconds and peaks of all ways, in turns, and what sharing saves."""
+    options = {**LAYER, **options}
+    inputs = LayerInputs(SEQUENCE, batch, "cuda", **options)
+    steps = {name: nine_layers(name, inputs, "cuda", **options) for name in PATTERNS}
+    turns: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    for _ in range(TURNS):
+        for name, step in steps.items():
+            turns[name].append(timed(step, 20))
+    found = {
+        name: {
+            "milliseconds": round(statistics.median(taken for taken, _ in rows), 3),
+            "turns": [round(taken, 3) for taken, _ in rows],
+            "peak_gib": round(max(peak for _, peak in rows), 2),
+        }
+        for name, rows in turns.items()
+    }
+    return {"ways": found, **saved({name: row["milliseconds"] for name, row in found.items()})}
+
+
+def saved(milliseconds: Mapping[str, float]) -> dict[str, float]:
+    """The time of six indexers, what sharing saves, and its share of that time."""
+    indexers = (milliseconds[FULL] - milliseconds[GIVEN]) * 6 / 9
+    less = milliseconds[FULL] - milliseconds[SHARED]
+    return {
+        "six_indexers": round(indexers, 3),
+        "saved": round(less, 3),
+        "share": round(less / indexers, 3),
+    }
+
+
+def sharing_table(result: dict[str, Any]) -> str:
+    """The result as Markdown."""
+    lines = [
+        f"{result['gpu']}, torch {result['torch']}, triton {result['triton']}, megatron-core "
+        f"{result['megatron-core']}, overlay {result['overlay']}, {result['date']}.",
+        "",
+        "Milliseconds of forward and backward of nine DSA layers at NAM56R's sizes, host time "
+        f"included (median over {TURNS} turns), with the peak in GiB above inputs and weights; and "
+        "the share of six indexers' time that sharing saves.",
+        "",
+    ]
+    lines += results.table(
+        ["case", *PATTERNS, "six indexers", "saved", ("share", ".1%")],
+        (
+            [
+                *(name, *(f"{x['milliseconds']} ({x['peak_gib']})" for x in row["ways"].values())),
+                *(row["six_indexers"], row["saved"], row["share"]),
+            ]
+            for name, row in result["cases"].items()
+        ),
+    )
+    return "\n".join(lines) + "\n"
+
+
+@click.group(help=__doc__)
+def main() -> None:
+    """Measure DSA's attention."""
+
+
+megatron = results.folder_option("--megatron", "a pristine megatron/", required=True)
+
+
+@main.command()
+@megatron
+@results.out_option()
+@click.option("--only", default="", help="measure only cases whose names begin so")
+def kernels(megatron: Path, out: Path, only: str) -> None:
+    """Measure our kernels, Megatron's paths and dense attention."""
+    name = "dsa_attention_h200"
+    cases = results.earlier(out, name, "cases") if only else {}
+    with trees.overlaid(megatron, only=[PAGE]) as overlay:
+        dsa = importlib.import_module(f"{PACKAGE}.dsa")
+        hooks = importlib.import_module(f"{PACKAGE}.ops.tilelang_dsa")
+        theirs = {
             "tilelang": hooks.fused_sparse_mla_absorbed,
             "absorbed": dsa._unfused_absorbed_dsa_fn,
             "per head": dsa.unfused_dsa_fn,
         }
-        result: dict[str, Any] = {
-            "date": date.today().isoformat(),
-            "gpu": torch.cuda.get_device_name(),
-            **{name: metadata.version(name) for name in ("torch", "triton", "tilelang")},
-            "megatron-core": session.read_tree().version,
-        }
-        for name, case in CASES.items():
-            if name.startswith(options.only):
-                cases[name] = measure(case, megatron)
-                print(f"{name}: {json.dumps(cases[name])}", flush=True)
-            result["cases"] = {name: cases[name] for name in CASES if name in cases}
-            target.write_text(json.dumps(result, indent=1) + "\n")
-    target.with_suffix(".md").write_text(table(result))
-    print(table(result))
+        result = {**results.facts("torch", "triton", "tilelang"), **overlay}
+        for each, case in CASES.items():
+            if each.startswith(only):
+                cases[each] = measure(case, theirs)
+                result["cases"] = {one: cases[one] for one in CASES if one in cases}
+                results.write(out, name, result, table(result))
+
+
+@main.command()
+@megatron
+@results.out_option()
+def widths(megatron: Path, out: Path) -> None:
+    """Measure TileLang's kernels at more widths, and the unfused path."""
+    with trees.overlaid(megatron, only=[PAGE]) as overlay:
+        fused = importlib.import_module(f"{PACKAGE}.ops.tilelang_dsa").fused_sparse_mla_absorbed
+        unfused = importlib.import_module(f"{PACKAGE}.dsa")._unfused_absorbed_dsa_fn
+        result = {**results.facts("torch", "tilelang"), **overlay}
+        result["cases"] = {name: measure_widths(x, fused, unfused) for name, x in WIDTHS.items()}
+    results.write(out, "dsa_sparse_mla_h200", result, widths_table(result))
+
+
+@main.command()
+@megatron
+@results.out_option()
+def sharing(megatron: Path, out: Path) -> None:
+    """Measure nine layers that share keys, or do not."""
+    with trees.overlaid(megatron, environment={env.INDEX_CACHE.name: "1"}) as overlay:
+        result = {**results.facts("torch", "triton"), **overlay, "cases": {}}
+        for name, case in SHARING.items():
+            result["cases"][name] = measure_sharing(**case)
+            results.write(out, "dsa_sharing_h200", result, sharing_table(result))
 
 
 if __name__ == "__main__":

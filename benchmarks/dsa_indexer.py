@@ -14,26 +14,26 @@ Megatron's, and our choice with that of its scores. Writes dsa_indexer_h200.json
 
 from __future__ import annotations
 
-import argparse
+import importlib
+import importlib.util
 import json
-import statistics
 import subprocess
 import sys
-from collections.abc import Callable
-from datetime import date
+from collections.abc import Callable, Iterator
 from functools import partial
-from importlib import metadata
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import click
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import RESULTS
-from benchmarks.dsa_indexer_rivals import Call, Megatron, Tensors
-from benchmarks.harness.gpu import elapsed
+from benchmarks.harness import results
+from benchmarks.harness.gpu import distances, timed
 from cppmega.ops.dsa_indexer import Loss, choose_keys, indexer_loss
 from cppmega.ops.pointwise.dsa_indexer_prologue import Rotary, prepare_index_inputs
+from cppmega.ops.pointwise.hadamard import walsh_hadamard
 
 NAM56R = {"sequence": 4096, "heads": 32, "width": 64, "topk": 256, "attention": (32, 128)}
 PER_HEAD = {**NAM56R, "attention": (32, 192), "key_heads": 32}  # MLA up to 0.18
@@ -42,6 +42,124 @@ DEEPSEEK_4K = {"sequence": 4096, **DEEPSEEK}
 PRODUCTS = 790e12
 """Rate of bf16 products that floors assume, and bytes a second below."""
 COPY = 4.26e12
+
+
+PACKAGE = "megatron.core.transformer.experimental_attention_variant"
+
+Tensors = tuple[torch.Tensor, ...]
+Call = Callable[[], Any]
+
+
+class _Alone:
+    """A process group of one."""
+
+    @staticmethod
+    def size() -> int:
+        return 1
+
+    @staticmethod
+    def rank() -> int:
+        return 0
+
+
+class _Groups:
+    tp = cp = _Alone()
+
+
+class Megatron:
+    """Megatron's own functions on our tensors."""
+
+    def __init__(self, patched: Path | None) -> None:
+        self.dsa = importlib.import_module(f"{PACKAGE}.dsa")
+        self.tilelang = importlib.import_module(f"{PACKAGE}.ops.tilelang_dsa")
+        self.forward = importlib.import_module(f"{PACKAGE}.ops.tilelang_indexer_fwd")
+        self.patched_forward = patched and _loaded_beside(self.forward, patched)
+
+    @staticmethod
+    def bounds(sequence: int) -> dict[str, torch.Tensor]:
+        """Causal, row by row."""
+        rows = torch.arange(sequence, device="cuda", dtype=torch.int32)
+        return {"starts": torch.zeros_like(rows), "ends": rows + 1}
+
+    def loss(self, sparse: bool, topk: int, scale: float) -> Callable[..., torch.Tensor]:
+        """The path that DSA takes without kernels."""
+
+        def call(*tensors: torch.Tensor) -> torch.Tensor:
+            q, k, w, query, key = tensors
+            size = q.size(0)
+            mask = torch.full((size, size), -torch.inf, device="cuda").triu_(1)
+            key = key.expand(-1, -1, query.size(2), -1)
+            found: torch.Tensor = self.dsa.FusedDSAIndexerLoss.apply(
+                q, w, k, query, key, scale, topk, 1.0, mask, sparse, _Groups, None, None, None,
+                None, False, True,
+            )[1]  # fmt: skip
+            return found
+
+        return call
+
+    def streamed(self, topk: int, scale: float) -> Callable[..., torch.Tensor]:
+        """TileLang's path with the sparse loss."""
+
+        def call(*tensors: torch.Tensor) -> torch.Tensor:
+            q, k, w, query, key = tensors
+            found = self.tilelang.fused_qk_topk_lighting_with_streaming_sparse_kl(
+                q, k, w, topk, *self.bounds(q.size(0)).values(), 8192, query, key, scale, 1.0,
+                _Groups,
+            )  # fmt: skip
+            assert found is not None, "declined"
+            loss: torch.Tensor = found[1]
+            return loss
+
+        return call
+
+    def prologue(self, rotary: Rotary) -> Callable[..., Tensors]:
+        """Unfused rotary embedding, and the Hadamard transform that our page puts in."""
+        self.dsa.hadamard_transform = walsh_hadamard
+        layer = SimpleNamespace(qk_pos_emb_head_dim=rotary.angles.size(-1), pg_collection=_Groups)
+        layer.config = SimpleNamespace(apply_rope_fusion=False, rotary_interleaved=False)
+        layer.config.dsa_indexer_rope_interleaved = rotary.gathered
+        documents = None if rotary.documents is None else rotary.documents[0]
+
+        def call(q: torch.Tensor, k: torch.Tensor, w: torch.Tensor) -> Tensors:
+            layer.index_head_dim = q.size(-1)
+            turn = lambda x: self.dsa.rotate_activation(  # noqa: E731
+                self.dsa.DSAIndexer._apply_rope(layer, x, rotary.angles, 1.0, documents)
+            )
+            scaled = w * q.size(2) ** -0.5 * q.size(3) ** -0.5
+            return turn(q), turn(k.unsqueeze(2)).squeeze(2), scaled
+
+        return call
+
+    def choice(self, tensors: Tensors, topk: int) -> Call:
+        """TileLang's scores and torch's top-k, in Megatron's loop."""
+        bounds = self.bounds(tensors[0].size(0))
+        return lambda: self.tilelang.fused_qk_topk_lighting(
+            *tensors[:3], topk, *bounds.values(), 8192
+        )
+
+    def scores(self, forward: ModuleType, tensors: Tensors) -> Call:
+        """TileLang's scores alone."""
+        q, k, w = tensors[:3]
+        bounds = self.bounds(q.size(0))
+
+        def each() -> None:
+            for b in range(q.size(1)):
+                parts = (x[:, b].contiguous() for x in (q, k, w))
+                forward.indexer_fwd_interface(*parts, *bounds.values())
+
+        return each
+
+
+def _loaded_beside(module: ModuleType, root: Path) -> ModuleType:
+    """The same module from another tree, which takes its neighbors from this one."""
+    name = f"{module.__name__}_patched"
+    file = root.joinpath(*module.__name__.split(".")).with_suffix(".py")
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    sys.modules[name] = made
+    spec.loader.exec_module(made)
+    return made
 
 
 def inputs(batch: int, shape: dict[str, Any]) -> Tensors:
@@ -62,12 +180,7 @@ def inputs(batch: int, shape: dict[str, Any]) -> Tensors:
 def measured(call: Call, times: int = 10) -> dict[str, Any]:
     """Median milliseconds, peak GiB and kernels launched; or why it did not run."""
     try:
-        for _ in range(2):
-            call()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        held, found = torch.cuda.memory_allocated(), elapsed(call, repeats=times)
-        peak = (torch.cuda.max_memory_allocated() - held) / 2**30
+        milliseconds, peak = timed(call, times, warm_up=2)
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
             call()
             torch.cuda.synchronize()
@@ -75,11 +188,10 @@ def measured(call: Call, times: int = 10) -> dict[str, Any]:
         torch.cuda.empty_cache()
         return {"failed": str(error).split(".")[0]}
     on_device = torch.autograd.DeviceType.CUDA
-    kernels = [event for event in seen.events() if event.device_type == on_device]
     return {
-        "milliseconds": round(statistics.median(found), 3),
+        "milliseconds": round(milliseconds, 3),
         "peak_gib": round(peak, 2),
-        "launches": len(kernels),
+        "launches": sum(event.device_type == on_device for event in seen.events()),
     }
 
 
@@ -100,10 +212,7 @@ PREPARED = ("q", "k", "weights", "dq", "dk", "dweights")
 
 def agreement(found: Tensors, want: Tensors, names: tuple[str, ...] = LOSS) -> dict[str, float]:
     """Relative L2 differences."""
-    return {
-        name: float(f"{float((a.double() - b.double()).norm() / b.double().norm()):.2e}")
-        for name, a, b in zip(names, found, want, strict=True)
-    }
+    return {n: float(f"{x:.2e}") for n, x in distances(names, found, want).items()}
 
 
 def choices(theirs: Megatron, batch: int, shape: dict[str, Any]) -> dict[str, Any]:
@@ -216,23 +325,24 @@ def table(result: dict[str, Any]) -> str:
         "prologue is rotary embedding, Hadamard transform and head weights, both ways. The floor "
         "is the products at 790 TFLOP/s, a write of the scores, or a prologue's reads and writes.",
         "",
-        "| case | side | ms | of ours | peak GiB | launches |",
-        "|---|---|---|---|---|---|",
     ]
+    columns = ["case", "side", "ms", "of ours", "peak GiB", "launches"]
+    return "\n".join([*lines, *results.table(columns, _cells(result)), ""])
+
+
+def _cells(result: dict[str, Any]) -> Iterator[list[Any]]:
     for case, row in result["cases"].items():
         own = row["ours"]["milliseconds"]
         for side, found in row.items():
             if side.startswith("difference"):
-                lines.append(f"| {case} | {side} | {json.dumps(found)} | | | |")
+                yield [case, side, json.dumps(found), None, None, None]
             elif side == "floor":
-                lines.append(f"| {case} | floor | {found} | {found / own:.2f} | | |")
+                yield [case, "floor", found, f"{found / own:.2f}", None, None]
             elif "failed" in found:
-                lines.append(f"| {case} | {side} | {found['failed']} | | | |")
+                yield [case, side, found["failed"], None, None, None]
             else:
                 ms = found["milliseconds"]
-                rest = f"{found['peak_gib']} | {found['launches']}"
-                lines.append(f"| {case} | {side} | {ms} | {ms / own:.1f} | {rest} |")
-    return "\n".join(lines) + "\n"
+                yield [case, side, ms, f"{ms / own:.1f}", found["peak_gib"], found["launches"]]
 
 
 def cases(theirs: Megatron) -> dict[str, Call]:
@@ -257,34 +367,26 @@ def cases(theirs: Megatron) -> dict[str, Call]:
     return found
 
 
-def main() -> None:
+@click.command(help=__doc__)
+@results.folder_option("--megatron", "a pristine megatron/", required=True)
+@results.folder_option("--patched", "one to which `tilelang_indexer_parallel_store` is applied")
+@results.out_option()
+@click.option("--only", default="", help="begin of the names of cases to measure")
+def main(megatron: Path, patched: Path | None, out: Path, only: str) -> None:
     """Run the cases and write the table."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--megatron", type=Path, required=True)
-    parser.add_argument("--patched", type=Path)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--only", default="", help="begin of the names of cases to measure")
-    options = parser.parse_args()
-    sys.path.insert(0, str(options.megatron))
-    theirs = Megatron(options.patched)
-    before = clocks()
-    report = options.out / "dsa_indexer_h200.json"
-    last = json.loads(report.read_text()) if options.only else {"clocks": [], "cases": {}}
+    sys.path.insert(0, str(megatron))
+    theirs = Megatron(patched)
+    before, name = clocks(), "dsa_indexer_h200"
     every = cases(theirs)
-    found = last["cases"]
-    found |= {name: case() for name, case in every.items() if name.startswith(options.only)}
+    earlier = [*results.earlier(out, name, "clocks")] if only else []
+    found = results.earlier(out, name, "cases") if only else {}
+    found |= {each: case() for each, case in every.items() if each.startswith(only)}
     result: dict[str, Any] = {
-        "date": date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name(),
-        **{name: metadata.version(name) for name in ("torch", "triton", "tilelang")},
-        "megatron-core": metadata.version("megatron-core"),
-        "clocks": [*last["clocks"], before, clocks()],
-        "cases": {name: found[name] for name in every if name in found},
+        **results.facts("torch", "triton", "tilelang", "megatron-core"),
+        "clocks": [*earlier, before, clocks()],
+        "cases": {each: found[each] for each in every if each in found},
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    report.write_text(json.dumps(result, indent=1) + "\n")
-    (options.out / "dsa_indexer_h200.md").write_text(table(result))
-    print(table(result))
+    results.write(out, name, result, table(result))
 
 
 if __name__ == "__main__":

@@ -10,19 +10,16 @@ Writes graph_capture_h200.json and .md.
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import json
 import os
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable
-from datetime import date
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import RESULTS
-from benchmarks.harness import trees as sides
+import click
+
+from benchmarks.harness import results, trees
 
 REAL, PADDED = [0, 3, 8, 20, 27], [0, 4, 12, 24, 32]
 VOCABULARY, HIDDEN, DEPTHS = 512, 64, 2
@@ -147,100 +144,63 @@ def loss() -> str:
 
 
 def worker(root: Path) -> None:
-    """Run one side and print the outcome of each attempt as JSON."""
+    """Run one side and print the outcome of the attempt as JSON."""
     from cppmega.rank import imported, reached_marks
 
     imported.only_from(root)
     import torch
 
-    answers = {}
-    # The failing capture of stock leaves its context unusable, so it comes in a process alone.
-    for attempt in (roll, loss):
-        if attempt.__name__ != os.environ["ATTEMPT"]:
-            continue
-        try:
-            answers[attempt.__name__] = attempt()
-        except Exception as error:
-            said = str(error).strip().partition("\n")[0]
-            answers[attempt.__name__] = f"failed: {type(error).__name__}: {said}"[:160]
-    print(
-        json.dumps(
-            {**answers, "reached": sorted(reached_marks.reached()), "torch": torch.__version__}
-        )
-    )
-    sys.stdout.flush()
+    # The failing capture of stock leaves its context unusable, so each comes in a process alone.
+    name = os.environ["ATTEMPT"]
+    try:
+        found = {"roll": roll, "loss": loss}[name]()
+    except Exception as error:
+        said = str(error).strip().partition("\n")[0]
+        found = f"failed: {type(error).__name__}: {said}"[:160]
+    marks = sorted(reached_marks.reached())
+    print(json.dumps({name: found, "reached": marks, "torch": torch.__version__}), flush=True)
     os._exit(0)  # a broken CUDA context may hang at exit
 
 
-def main() -> None:
+def page(result: dict[str, Any]) -> Iterator[str]:
+    """The result as Markdown."""
+    stock, patched = (result["rows"][side] for side in ("stock", "patched"))
+    yield (
+        f"{result['gpu']}, torch {result['torch']}, megatron-core {result['megatron-core']}, "
+        f"overlay {result['overlay']}, {result['date']}."
+    )
+    yield ""
+    step = f"`process_mtp_loss`, {DEPTHS} depths, forward and backward"
+    yield from results.table(
+        ["CUDA-graph capture of", "stock", "patched"],
+        [
+            ["`roll_tensor` on a padded pack", *(str(x.get("roll")) for x in (stock, patched))],
+            [step, *(str(x.get("loss")) for x in (stock, patched))],
+            ["reached-marks set by the capture", "-", ", ".join(patched["reached"])],
+        ],
+    )
+    yield ""
+
+
+@click.command(help=__doc__)
+@results.folder_option("--megatron", "a pristine megatron/")
+@results.out_option()
+@click.option("--worker", "root", type=click.Path(path_type=Path), hidden=True)
+def main(megatron: Path | None, out: Path, root: Path | None) -> None:
     """Run both sides and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--megatron", type=Path, required=True)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--worker", type=Path)
-    options = parser.parse_args()
-    if options.worker:
-        worker(options.worker)
-    import torch
-
-    from cppmega.overlay import verbs as overlay
-    from cppmega.overlay.verbs import Session
-
-    rows: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory() as scratch:
-        for side in ("stock", "patched"):
-            root = Path(scratch) / side
-            sides.copy(options.megatron, root)
-            if side == "patched":
-                session = Session(root)
-                outcome = overlay.apply(session)
-                assert outcome.ok, outcome.plan.failures
-                version, digest = session.read_tree().version, outcome.digest
-            rows[side] = {}
-            for attempt in ("roll", "loss"):
-                port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "ATTEMPT": attempt}
-                done = subprocess.run(
-                    [
-                        sys.executable,
-                        "-m",
-                        "benchmarks.graph_capture",
-                        "--megatron",
-                        ".",
-                        "--worker",
-                        str(root),
-                    ],
-                    env={**os.environ, **port},
-                    capture_output=True,
-                    text=True,
-                    timeout=240,
-                )
-                answer = [line for line in done.stdout.splitlines() if line.startswith("{")]
-                rows[side] |= json.loads(answer[-1]) if answer else {attempt: done.stderr[-300:]}
-    result = {
-        "date": date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "megatron-core": version,
-        "overlay": digest,
-        "rows": rows,
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "graph_capture_h200.json").write_text(json.dumps(result, indent=1) + "\n")
-    lines = [
-        f"{result['gpu']}, torch {result['torch']}, megatron-core {version}, overlay {digest}, "
-        f"{result['date']}.",
-        "",
-        "| CUDA-graph capture of | stock | patched |",
-        "|---|---|---|",
-        f"| `roll_tensor` on a padded pack | {rows['stock'].get('roll')} "
-        f"| {rows['patched'].get('roll')} |",
-        f"| `process_mtp_loss`, {DEPTHS} depths, forward and backward "
-        f"| {rows['stock'].get('loss')} | {rows['patched'].get('loss')} |",
-        f"| reached-marks set by the capture | - | {', '.join(rows['patched']['reached'])} |",
-        "",
-    ]
-    (options.out / "graph_capture_h200.md").write_text("\n".join(lines))
-    print("\n".join(lines))
+    if root is not None:
+        worker(root)
+    if megatron is None:
+        raise click.UsageError("Missing option '--megatron'.")
+    rows: dict[str, dict[str, Any]] = {"stock": {}, "patched": {}}
+    with trees.stock_and_patched(megatron) as (roots, overlay):
+        for side, attempt in itertools.product(rows, ("roll", "loss")):
+            variables = {"MASTER_PORT": "29511", "ATTEMPT": attempt}
+            module = "benchmarks.graph_capture"
+            found, errors = trees.answer(module, roots[side], 240, **variables)
+            rows[side] |= found or {attempt: errors[-300:]}
+    result = {**results.facts("torch"), **overlay, "rows": rows}
+    results.write(out, "graph_capture_h200", result, page(result))
 
 
 if __name__ == "__main__":

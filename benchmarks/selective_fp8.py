@@ -12,21 +12,18 @@ anything but the routed experts ran in FP8 on the patched side, or the routed ex
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import math
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-from benchmarks import RESULTS
-from benchmarks.harness import trees as sides
+import click
+
+from benchmarks.harness import results, trees
 
 PAGE, GATE = "selective_fp8_moe", "CPPMEGA_SELECTIVE_FP8_MOE"
 VOCABULARY, SEQUENCE, BATCH = 1024, 256, 2
@@ -263,17 +260,19 @@ def table(result: dict[str, Any]) -> str:
         "GEMMs whose operands were quantized, of all GEMMs: forward, backward (and layers whose "
         "weights are stored in FP8).",
         "",
-        "| case | side | " + " | ".join(GROUPS) + " | loss | gradient norm |",
-        "|---|---|" + "---|" * (len(GROUPS) + 2),
     ]
-    for case in CASES:
-        for side in ("stock", "patched"):
-            answer = result["sides"][side].get(case, {"failed": "no answer"})
-            cells = [cell(answer, part) for part in GROUPS.values()]
-            numbers = ["", ""]
-            if "failed" not in answer:
-                numbers = [f"{answer[key]:.4f}" for key in ("loss", "gradient norm")]
-            lines.append(f"| {case} | {side} | " + " | ".join([*cells, *numbers]) + " |")
+
+    def cells(case: str, side: str) -> list[str]:
+        answer = result["sides"][side].get(case, {"failed": "no answer"})
+        numbers = ["", ""]
+        if "failed" not in answer:
+            numbers = [f"{answer[key]:.4f}" for key in ("loss", "gradient norm")]
+        return [case, side, *(cell(answer, part) for part in GROUPS.values()), *numbers]
+
+    lines += results.table(
+        ["case", "side", *GROUPS, "loss", "gradient norm"],
+        (cells(case, side) for case in CASES for side in ("stock", "patched")),
+    )
     failed = [
         f"* {case}, {side}: {answers[case]['failed']}"
         for side, answers in result["sides"].items()
@@ -284,58 +283,30 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join([*lines, "", *failed, *([""] if failed else []), *verdict]) + "\n"
 
 
-def main() -> None:
+@click.command(help=__doc__)
+@results.folder_option("--megatron", "a pristine megatron/")
+@results.out_option()
+@click.option("--worker", "root", type=click.Path(path_type=Path), hidden=True)
+def main(megatron: Path | None, out: Path, root: Path | None) -> None:
     """Run both sides and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--megatron", type=Path, required=True)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--worker", type=Path)
-    options = parser.parse_args()
-    if options.worker:
-        worker(options.worker)
-    import torch
+    if root is not None:
+        worker(root)
+    if megatron is None:
+        raise click.UsageError("Missing option '--megatron'.")
     import transformer_engine
 
-    from cppmega.overlay import verbs as overlay
-    from cppmega.overlay.verbs import Session
-
-    result: dict[str, Any] = {"date": date.today().isoformat(), "sides": {}}
-    result |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    result: dict[str, Any] = {**results.facts("torch"), "sides": {}}
     result["te"] = transformer_engine.__version__
-    with tempfile.TemporaryDirectory() as scratch:
-        for side in ("stock", "patched"):
-            root = Path(scratch) / side
-            sides.copy(options.megatron, root)
-            if side == "patched":
-                session = Session(root)
-                outcome = overlay.apply(session, only=[PAGE], environment={GATE: "1"})
-                assert outcome.ok, outcome.plan.failures
-                result |= {"megatron-core": session.read_tree().version, "overlay": outcome.digest}
-            done = subprocess.run(
-                [
-                    sys.executable,
-                    "-m",
-                    "benchmarks.selective_fp8",
-                    "--megatron",
-                    ".",
-                    "--worker",
-                    str(root),
-                ],
-                env={**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"},
-                capture_output=True,
-                text=True,
-                timeout=420,
-            )
-            answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
-            if not answers:
-                raise SystemExit(f"{side} gave no answer:\n{done.stderr[-4000:]}")
-            result["sides"][side] = json.loads(answers[-1])
-    found = [problems(case, result["sides"]["patched"][case]) for case in CASES]
-    result["problems"] = [problem for each in found for problem in each]
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "selective_fp8_h200.json").write_text(json.dumps(result, indent=1) + "\n")
-    (options.out / "selective_fp8_h200.md").write_text(table(result))
-    print(table(result))
+    with trees.stock_and_patched(megatron, [PAGE], {GATE: "1"}) as (roots, overlay):
+        result |= overlay
+        for side, tree in roots.items():
+            found, errors = trees.answer("benchmarks.selective_fp8", tree, 420, MASTER_PORT="29512")
+            if found is None:
+                raise SystemExit(f"{side} gave no answer:\n{errors[-4000:]}")
+            result["sides"][side] = found
+    wrong = [problems(case, result["sides"]["patched"][case]) for case in CASES]
+    result["problems"] = [problem for each in wrong for problem in each]
+    results.write(out, "selective_fp8_h200", result, table(result))
     sys.exit(1 if result["problems"] else 0)
 
 

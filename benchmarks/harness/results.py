@@ -60,20 +60,28 @@ def facts(*packages: str) -> dict[str, Any]:
     }
 
 
-def table(columns: Iterable[str | tuple[str, str]], rows: Iterable[Iterable[Any]]) -> Iterator[str]:
+Columns = Iterable[str | tuple[str, str]]
+
+
+def table(columns: Columns, rows: Iterable[str | Iterable[Any]]) -> Iterator[str]:
     """The lines of a table.
 
     Args:
         columns: names, or names with a format of the values.
-        rows: a value per column; strings are cells already, and None is a value that is missing.
+        rows: a value per column; strings are cells already, and None is a value that is missing. A
+            row that is a string is a line already.
     """
     named = [(column, "") if isinstance(column, str) else column for column in columns]
     yield _line(name or None for name, _ in named)
     yield "|---" * len(named) + "|"
     for row in rows:
-        yield _line(
-            cell if cell is None or isinstance(cell, str) else format(cell, form)
-            for cell, (_, form) in zip(row, named, strict=True)
+        yield (
+            row
+            if isinstance(row, str)
+            else _line(
+                cell if cell is None or isinstance(cell, str) else format(cell, form)
+                for cell, (_, form) in zip(row, named, strict=True)
+            )
         )
 
 

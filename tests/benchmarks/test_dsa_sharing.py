@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import patched, python
 
-sharing = importlib.import_module("benchmarks.dsa_sharing")
+sharing = importlib.import_module("benchmarks.dsa_attention")
 
 PAGES = ("dsa_index_share", "dsa_index_share_holder", "dsa_hadamard_transform")
 RUNS = """
@@ -19,24 +19,24 @@ from unittest import mock
 
 import torch
 
-from benchmarks import dsa_sharing
+from benchmarks import dsa_attention as sharing
 from cppmega.proof import small_models
 from megatron.core.transformer.experimental_attention_variant import dsa
 
-small = dict(dsa_sharing.NAM56R, hidden_size=32, num_attention_heads=4, dsa_indexer_topk=6)
+small = dict(sharing.LAYER, hidden_size=32, num_attention_heads=4, dsa_indexer_topk=6)
 small |= dict(dsa_indexer_n_heads=4)
 small_models.dsa_config()
 found = {}
 scores, attends = dsa.DSAIndexer.forward_before_topk, dsa._run_sparse_attention
-for name in dsa_sharing.PATTERNS:
+for name in sharing.PATTERNS:
     keys = []
 
     def noting(**named):
         keys.append(named["topk_indices"].tolist())
         return attends(**named)
 
-    inputs = dsa_sharing.Inputs(16, 2, "cpu", **small)
-    step = dsa_sharing.way(name, inputs, "cpu", **small)
+    inputs = sharing.LayerInputs(16, 2, "cpu", **small)
+    step = sharing.nine_layers(name, inputs, "cpu", **small)
     with (
         mock.patch.object(dsa.DSAIndexer, "forward_before_topk", autospec=True,
                           side_effect=scores) as indexers,
@@ -73,7 +73,7 @@ def test_the_share_of_the_indexers_time() -> None:
     assert sharing.saved(times) == {"six_indexers": 6.0, "saved": 5.0, "share": 0.833}
     ways = {name: {"milliseconds": taken, "peak_gib": 1.5} for name, taken in times.items()}
     head = dict.fromkeys(("gpu", "torch", "triton", "megatron-core", "overlay", "date"), "-")
-    text = sharing.table({**head, "cases": {"b 1": {"ways": ways, **sharing.saved(times)}}})
+    text = sharing.sharing_table({**head, "cases": {"b 1": {"ways": ways, **sharing.saved(times)}}})
     assert (
         text.splitlines()[-1]
         == "| b 1 | 19.0 (1.5) | 14.0 (1.5) | 10.0 (1.5) | 6.0 | 5.0 | 83.3% |"
