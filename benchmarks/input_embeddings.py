@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.harness import results
 from benchmarks.harness.gpu import by_kernel, card, median, upstream_of
-from cppmega.features import stated_sizes
+from cppmega.features import environment_sizes
 from cppmega.features.embeddings import layer as input_embeddings
 from cppmega.host import env
 from cppmega.proof import cpu_shims
@@ -114,8 +114,8 @@ def through(layer: Any, hidden: Tensor) -> None:
 @results.out_option()
 def main(out: Path) -> None:
     """Measure both, and write the share."""
-    os.environ[env.NGRAM_HASH.name] = stated_sizes.text(RECIPE.ngram_hash)
-    os.environ[env.STRUCTURE.name] = stated_sizes.text(RECIPE.structure)
+    os.environ[env.NGRAM_HASH.name] = environment_sizes.text(RECIPE.ngram_hash)
+    os.environ[env.STRUCTURE.name] = environment_sizes.text(RECIPE.structure)
     one = torch.distributed.HashStore()  # type: ignore[attr-defined]
     torch.distributed.init_process_group("nccl", store=one, rank=0, world_size=1)
     cpu_shims.init_distributed()

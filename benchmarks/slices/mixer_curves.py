@@ -35,7 +35,7 @@ from benchmarks.slices.mhc_training_report import verdict
 from benchmarks.slices.training import environment, said
 from benchmarks.slices.turns import apply
 from benchmarks.slices.turns_report import FACTOR
-from cppmega.features import stated_sizes
+from cppmega.features import environment_sizes
 from cppmega.features.embeddings import layer as input_embeddings
 from cppmega.features.embeddings import sizes as input_embedding_sizes
 from cppmega.features.mixers import sizes as mixer_sizes
@@ -137,7 +137,9 @@ def curves(model: str, way: str, steps: int, root: Path, log: Path) -> dict[str,
         f"from benchmarks.slices import mixer_curves as c\nc.trained({model!r}, {way!r}, {steps})"
     )
     variables = environment()
-    variables |= {each: stated_sizes.text(sizes) for each, sizes in MODELS[model].sizes.items()}
+    variables |= {
+        each: environment_sizes.text(sizes) for each, sizes in MODELS[model].sizes.items()
+    }
     if way != "kernels":
         variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # tensors are small
     return said(root, code, variables, log)

@@ -17,7 +17,7 @@ _MOVED = {
     "hybrid_mixers": "features.mixers.hybrid",
     "kept_fp32": "features.kept_fp32",
     "arrived": "features.arrived",
-    "stated_sizes": "features.stated_sizes",
+    "stated_sizes": "features.environment_sizes",
     "dsa_layer_kinds": "features.dsa.layer_kinds",
     "dsa_loss_schedule": "features.dsa.loss_schedule",
     "dsa_forward": "features.dsa.forward",

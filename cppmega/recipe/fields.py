@@ -11,11 +11,11 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from cppmega.errors import CppmegaError
-from cppmega.features import stated_sizes
+from cppmega.features import environment_sizes
 from cppmega.features.dsa import loss_schedule as dsa_loss_schedule
 from cppmega.features.embeddings.sizes import NgramHash, Structure
+from cppmega.features.environment_sizes import Count, Positive, PositiveReal
 from cppmega.features.mixers.sizes import M2RNN, Mamba3
-from cppmega.features.stated_sizes import Count, Positive, PositiveReal
 from cppmega.host import env
 from cppmega.recipe import layer_pattern as patterns
 
@@ -262,10 +262,10 @@ class Fields:
         stated = {
             dsa_loss_schedule.STEPS: str(steps) if steps else "",
             env.DSA_INDEX_PATTERN.name: pattern,
-            env.NGRAM_HASH.name: stated_sizes.text(self.ngram_hash),
-            env.STRUCTURE.name: stated_sizes.text(self.structure),
-            env.MAMBA3.name: stated_sizes.text(self.mamba3 if "M" in letters else None),
-            env.M2RNN.name: stated_sizes.text(self.m2rnn if "R" in letters else None),
+            env.NGRAM_HASH.name: environment_sizes.text(self.ngram_hash),
+            env.STRUCTURE.name: environment_sizes.text(self.structure),
+            env.MAMBA3.name: environment_sizes.text(self.mamba3 if "M" in letters else None),
+            env.M2RNN.name: environment_sizes.text(self.m2rnn if "R" in letters else None),
         }
         return tuple((name, value) for name, value in stated.items() if value)
 

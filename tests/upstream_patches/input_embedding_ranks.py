@@ -18,7 +18,7 @@ import torch
 from megatron.core import parallel_state
 from torch.utils.flop_counter import FlopCounterMode
 
-from cppmega.features import stated_sizes
+from cppmega.features import environment_sizes
 from cppmega.features.embeddings import sizes
 from cppmega.features.embeddings.layer import ALIGNED, feeding, of_trunk
 from tests.configurations import models, training
@@ -33,8 +33,8 @@ NGRAMS = sizes.NgramHash((2, 3), 2, (389, 397, 401, 409), dim=8)
 """So large that the replicas of a first stage cut the tables in two, and those of a last do not."""
 STRUCTURE = sizes.Structure(bottleneck=6)
 STATED = {
-    "CPPMEGA_NGRAM_HASH": stated_sizes.text(NGRAMS),
-    "CPPMEGA_STRUCTURE": stated_sizes.text(STRUCTURE),
+    "CPPMEGA_NGRAM_HASH": environment_sizes.text(NGRAMS),
+    "CPPMEGA_STRUCTURE": environment_sizes.text(STRUCTURE),
 }
 ADDED = "embedding.input_embeddings."
 GPT = Configuration(model="gpt", mtp=2, packing="padded", optimizer="distributed")
@@ -156,7 +156,9 @@ def check_a_checkpoint_of_other_multipliers_is_refused(folder: Path) -> None:
     def refused(setting: Configuration) -> str:
         return refusal(partial(looked_at, setting, saved))
 
-    with with_them(CPPMEGA_NGRAM_HASH=stated_sizes.text(replace(NGRAMS, seed=NGRAMS.seed + 1))):
+    with with_them(
+        CPPMEGA_NGRAM_HASH=environment_sizes.text(replace(NGRAMS, seed=NGRAMS.seed + 1))
+    ):
         assert on_ranks(folder, GPT, refused) == ["ngram-hash-differs"]
 
 

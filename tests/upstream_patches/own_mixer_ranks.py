@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from megatron.core import parallel_state
 
-from cppmega.features import stated_sizes
+from cppmega.features import environment_sizes
 from cppmega.features.mixers import sizes as mixer_sizes
 from tests.configurations import models, training
 from tests.configurations.batches import Batch, boundaries, micro_batch
@@ -32,9 +32,9 @@ from tests.upstream_patches.forked_ranks import (
 
 MAMBA3 = mixer_sizes.Mamba3(head_dim=8, state_dim=8, groups=2, rank=2, chunk=8, out_norm=True)
 SISO = replace(MAMBA3, rank=1, out_norm=False)
-STATED = {"CPPMEGA_MAMBA3": stated_sizes.text(MAMBA3)}
+STATED = {"CPPMEGA_MAMBA3": environment_sizes.text(MAMBA3)}
 M2RNN = "CPPMEGA_M2RNN"
-WITH_M2RNN = {M2RNN: stated_sizes.text(mixer_sizes.M2RNN(key_dim=5, value_dim=3))}
+WITH_M2RNN = {M2RNN: environment_sizes.text(mixer_sizes.M2RNN(key_dim=5, value_dim=3))}
 LAYERS = ["M*R", "M-"]
 """By pipeline stage, with R where its sizes are stated; an MTP depth has `M-`."""
 HYBRID = Configuration(model="hybrid", mtp=1, optimizer="distributed")
@@ -70,7 +70,7 @@ def check_layouts_train_as_one_rank(folder: Path) -> None:
     others = replace(HYBRID, pipeline=2), replace(HYBRID, recompute="uniform")
     runs = (
         ({}, tensor),
-        ({"CPPMEGA_MAMBA3": stated_sizes.text(SISO)}, tensor),
+        ({"CPPMEGA_MAMBA3": environment_sizes.text(SISO)}, tensor),
         (WITH_M2RNN, others),  # M2RNN refuses tensor parallelism
     )
     for number, (changed, layouts) in enumerate(runs):
@@ -126,7 +126,7 @@ def _resumed(setting: Configuration, folder: Path) -> Any:
 
 def check_documents_of_a_pack_do_not_see_each_other(folder: Path) -> None:
     """Their outputs change with their own tokens alone, by mixers of either rank."""
-    for changed in (WITH_M2RNN, {"CPPMEGA_MAMBA3": stated_sizes.text(SISO)}):
+    for changed in (WITH_M2RNN, {"CPPMEGA_MAMBA3": environment_sizes.text(SISO)}):
         with with_them(**changed):
             on_ranks(folder, replace(HYBRID, packing="packed", mtp=0), _apart)
 
@@ -172,8 +172,8 @@ def check_what_is_refused_when_a_model_is_built(folder: Path) -> None:
         return refusal(lambda: of_mixers(setting, models.build, 1))
 
     plain = replace(HYBRID, mtp=0)
-    odd = stated_sizes.text(replace(MAMBA3, groups=1))
-    heads = stated_sizes.text(replace(MAMBA3, groups=3))
+    odd = environment_sizes.text(replace(MAMBA3, groups=1))
+    heads = environment_sizes.text(replace(MAMBA3, groups=3))
     with with_them(**WITH_M2RNN):
         assert set(on_ranks(folder, replace(plain, tensor=2), built)) == {"m2rnn-tensor-parallel"}
     with with_them(CPPMEGA_MAMBA3=odd):
@@ -195,7 +195,7 @@ def _called_to_infer(setting: Configuration) -> str:
 
 def check_a_checkpoint_of_the_other_definition_is_not_loaded(folder: Path) -> None:
     """By Megatron's own loading, which finds no buffer of that name."""
-    other = stated_sizes.text(replace(MAMBA3, definition="heavy_tail"))
+    other = environment_sizes.text(replace(MAMBA3, definition="heavy_tail"))
 
     def loaded(setting: Configuration, saved: Path) -> str:
         try:

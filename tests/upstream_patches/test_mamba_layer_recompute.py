@@ -89,15 +89,15 @@ def differences_with_mhc() -> None:
     import torch
     from megatron.core.ssm import mamba_layer
 
-    from cppmega.features import stated_sizes
+    from cppmega.features import environment_sizes
     from cppmega.features.mixers import sizes as mixer_sizes
     from cppmega.proof import small_models
     from tests.upstream_patches import mhc_models
 
     mhc_models.start()
     mixer = mixer_sizes.Mamba3(head_dim=4, state_dim=8, groups=2, rank=2, chunk=4)
-    os.environ["CPPMEGA_MAMBA3"] = stated_sizes.text(mixer)
-    os.environ["CPPMEGA_M2RNN"] = stated_sizes.text(mixer_sizes.M2RNN(key_dim=5, value_dim=3))
+    os.environ["CPPMEGA_MAMBA3"] = environment_sizes.text(mixer)
+    os.environ["CPPMEGA_M2RNN"] = environment_sizes.text(mixer_sizes.M2RNN(key_dim=5, value_dim=3))
     recompute = mamba_layer._cppmega_recompute
 
     def once(layer: Any, forward: Any, hidden_states: Any, context: Any) -> Any:

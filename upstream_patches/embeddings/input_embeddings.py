@@ -33,7 +33,7 @@ from typing import Any
 from cppmega.catalogue.megatron_args import variables
 from cppmega.edits import adding_parameter, appending, in_order, inserting, replacing
 from cppmega.errors import CppmegaError
-from cppmega.features import stated_sizes
+from cppmega.features import environment_sizes
 from cppmega.features.embeddings import sizes as input_embedding_sizes
 from cppmega.page import Edit, Patch, Source
 
@@ -186,7 +186,7 @@ def verify() -> None:
     from cppmega.proof import small_models
 
     sizes = input_embedding_sizes.NgramHash((2,), 2, (89, 97), 4)
-    stated = {"CPPMEGA_NGRAM_HASH": stated_sizes.text(sizes)}
+    stated = {"CPPMEGA_NGRAM_HASH": environment_sizes.text(sizes)}
 
     def loss(model: Any, **given: Any) -> Any:
         given = small_models.arguments(model, **given)

@@ -28,7 +28,7 @@ from typing import Any
 from cppmega.catalogue.megatron_args import variables
 from cppmega.edits import in_order, inserting, replacing
 from cppmega.errors import CppmegaError
-from cppmega.features import stated_sizes
+from cppmega.features import environment_sizes
 from cppmega.features.mixers import sizes as mixer_sizes
 from cppmega.page import Edit, Patch, Source
 
@@ -119,7 +119,7 @@ def verify() -> None:
     mock.patch.object(random, "_get_cuda_rng_state", return_value=None).start()
     mock.patch.object(random, "_set_cuda_rng_state").start()
     sizes = mixer_sizes.Mamba3(head_dim=4, state_dim=8, groups=2, rank=2, chunk=4)
-    with mock.patch.dict(os.environ, {"CPPMEGA_MAMBA3": stated_sizes.text(sizes)}):
+    with mock.patch.dict(os.environ, {"CPPMEGA_MAMBA3": environment_sizes.text(sizes)}):
         try:
             model = small_models.hybrid(pattern="M*M-")
         except ImportError as error:  # a package that Megatron's Mamba-2 mixer needs

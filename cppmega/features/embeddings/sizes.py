@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cppmega.errors import CppmegaError
-from cppmega.features.stated_sizes import Count, Positive, read
+from cppmega.features.environment_sizes import Count, Positive, read
 from cppmega.host import env
 from cppmega.host.cuda_graphs import cuda_graphs
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from cppmega.errors import CppmegaError
-from cppmega.features.stated_sizes import Positive, PositiveReal, read
+from cppmega.features.environment_sizes import Positive, PositiveReal, read
 from cppmega.host import env
 from cppmega.host.cuda_graphs import captures, cuda_graphs
 from cppmega.ops.common import mamba3_scan_sizes

@@ -44,22 +44,22 @@ class _Mixed(torch.autograd.Function):
         inputs, parameters = Inputs(*tensors[:8]), Parameters(*tensors[8:])
         ctx.definition, ctx.boundaries = definition, boundaries
         ctx.save_for_backward(*tensors)
-        made = operands.compute(inputs, parameters, definition, spread=False)
-        return scan.forward(made, inputs, parameters, boundaries)
+        scan_operands = operands.compute(inputs, parameters, definition, spread=False)
+        return scan.forward(scan_operands, inputs, parameters, boundaries)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         tensors = [each.detach() for each in ctx.saved_tensors]
         inputs, parameters = Inputs(*tensors[:8]), Parameters(*tensors[8:])
-        made = operands.compute(inputs, parameters, ctx.definition, spread=False)
-        of_scan = scan.backward(made, inputs, parameters, ctx.boundaries, gradients[0])
-        found = operands.gradients(
-            inputs, parameters, ctx.definition, Operands(*of_scan[: len(made)])
+        scan_operands = operands.compute(inputs, parameters, ctx.definition, spread=False)
+        scan_grads = scan.backward(scan_operands, inputs, parameters, ctx.boundaries, gradients[0])
+        grads = operands.gradients(
+            inputs, parameters, ctx.definition, Operands(*scan_grads[: len(scan_operands)])
         )
         return (
             *(None, None),
-            *(of_scan.z, of_scan.x, *found[:6], found.dt_bias, of_scan.d),
-            *(of_scan.key_bias, of_scan.query_bias, found.key_norm, found.query_norm),
-            *(of_scan.rank_x, of_scan.rank_z, of_scan.rank_out),
+            *(scan_grads.z, scan_grads.x, *grads[:6], grads.dt_bias, scan_grads.d),
+            *(scan_grads.key_bias, scan_grads.query_bias, grads.key_norm, grads.query_norm),
+            *(scan_grads.rank_x, scan_grads.rank_z, scan_grads.rank_out),
         )

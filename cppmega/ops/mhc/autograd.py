@@ -78,7 +78,7 @@ class _Mapping:
         s, b, n, _ = self.streams.shape
         like: dict[str, Any] = {"dtype": torch.float32, "device": self.streams.device}
         sizes = ((s * b, n), (s * b, n), (s * b, n, n))
-        of_weights = [
+        d_weights = [
             torch.zeros(size, **like) if given is None else given.contiguous().view(size)
             for given, size in zip(weights, sizes, strict=True)
         ]
@@ -90,7 +90,7 @@ class _Mapping:
         sums = torch.empty(weights_triton.programs(s * b, n), 2, len(phi), **like)
         width = self.streams[0, 0].numel() if s * b else phi.size(1)
         weights_triton.weights_backward(
-            self.values, *rest, *of_weights, d_values, d_parts, sums, width, self.iterations
+            self.values, *rest, *d_weights, d_values, d_parts, sums, width, self.iterations
         )
         d_rest = [torch.empty_like(each) for each in rest]
         weights_triton.parameters(sums, *d_rest, n)

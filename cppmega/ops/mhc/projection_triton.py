@@ -75,8 +75,8 @@ def _projection_kernel(  # type: ignore[no-untyped-def]
 
 def split(tokens: int, n: int, c: int, dtype: torch.dtype) -> tuple[int, int]:
     """The number of parts into which the columns are split, and the columns of each part."""
-    of_tokens, step, *_ = tile(n, dtype)
-    wanted = triton.cdiv(PROGRAMS, max(1, triton.cdiv(tokens, of_tokens)))
+    block_tokens, step, *_ = tile(n, dtype)
+    wanted = triton.cdiv(PROGRAMS, max(1, triton.cdiv(tokens, block_tokens)))
     steps = triton.cdiv(n * c, step)
     each = max(4, triton.cdiv(steps, wanted)) * step
     return triton.cdiv(n * c, each), each
@@ -94,9 +94,9 @@ def projection(streams: Tensor, phi: Tensor, parts: Tensor) -> None:
     """
     tokens, n, c = streams.shape
     if tokens:
-        of_tokens, columns, stages = tile(n, streams.dtype)
-        _projection_kernel[(triton.cdiv(tokens, of_tokens), len(parts))](
+        block_tokens, columns, stages = tile(n, streams.dtype)
+        _projection_kernel[(triton.cdiv(tokens, block_tokens), len(parts))](
             streams, phi, parts, tokens, split(tokens, n, c, streams.dtype)[1], K=n * c,
-            V=n * n + 2 * n, PADDED=padded(n), TOKENS=of_tokens, COLUMNS=columns,
+            V=n * n + 2 * n, PADDED=padded(n), TOKENS=block_tokens, COLUMNS=columns,
             IN_PARTS=phi.ndim == 3, num_warps=WARPS, num_stages=stages,
         )  # fmt: skip

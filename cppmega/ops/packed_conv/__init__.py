@@ -48,9 +48,9 @@ class _Convolution(torch.autograd.Function):
         parts = torch.empty(kernels.tiles(s * b), taps + 1, c, **like)
         d_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         kernels.backward(x, weight, bias, position, gradient.contiguous(), d_sums, parts, d_x)
-        *of_taps, of_bias = parts.sum(0)
-        of_weight = torch.stack(of_taps, dim=1)
-        return d_x, of_weight.to(weight.dtype), of_bias.to(bias.dtype), None
+        *d_taps, d_bias = parts.sum(0)
+        d_weight = torch.stack(d_taps, dim=1)
+        return d_x, d_weight.to(weight.dtype), d_bias.to(bias.dtype), None
 
 
 def packed_conv(x: Tensor, weight: Tensor, bias: Tensor, bounds: Tensor | None = None) -> Tensor:

@@ -16,7 +16,7 @@ import json, os
 
 import torch
 from cppmega.features.mixers import sizes as mixer_sizes
-from cppmega.features import stated_sizes
+from cppmega.features import environment_sizes
 from cppmega.proof import cpu_shims
 from megatron.core.tensor_parallel import random
 from tests.upstream_patches import test_selective_fp8_moe as small
@@ -25,7 +25,7 @@ from unittest import mock
 cpu_shims.init_distributed()
 mock.patch.object(random, "_get_cuda_rng_state", return_value=None).start()
 mock.patch.object(random, "_set_cuda_rng_state").start()
-os.environ["CPPMEGA_M2RNN"] = stated_sizes.text(mixer_sizes.M2RNN(key_dim=3, value_dim=2))
+os.environ["CPPMEGA_M2RNN"] = environment_sizes.text(mixer_sizes.M2RNN(key_dim=3, value_dim=2))
 os.environ["CPPMEGA_MAMBA_RECOMPUTE"] = "1"
 given = {"hidden_size": 16, "use_cpu_initialization": True, "mtp_num_layers": None}
 found = {}

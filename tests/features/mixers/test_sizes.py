@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from cppmega.errors import CppmegaError
-from cppmega.features import stated_sizes
+from cppmega.features import environment_sizes
 from cppmega.features.mixers import sizes
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.render import missing, render
@@ -17,7 +17,7 @@ from cppmega.training import requirements
 MAMBA3 = sizes.Mamba3(groups=4, rank=2)
 M2RNN = sizes.M2RNN(conv=3, gradient_clipping=0.5)
 WHOLE = recipes_index.load("nam56r_h200_8gpu_bf16")
-STATED = {"CPPMEGA_MAMBA3": stated_sizes.text(MAMBA3)}
+STATED = {"CPPMEGA_MAMBA3": environment_sizes.text(MAMBA3)}
 
 
 def test_ranks_read_what_the_recipe_states() -> None:
@@ -138,7 +138,7 @@ def test_what_the_mixers_do_not_go_with_is_named(
 def test_what_m2rnn_does_not_go_with_is_named(
     arguments: dict[str, object], name: str, said: str
 ) -> None:
-    stated = {"CPPMEGA_M2RNN": stated_sizes.text(M2RNN)}
+    stated = {"CPPMEGA_M2RNN": environment_sizes.text(M2RNN)}
     (found,) = sizes.obstacles(SimpleNamespace(**arguments), stated)
     assert found.name == name and said in found.what
     allowed = {"hidden_size": 80, "fp8": "hybrid", "fp8_recipe": "tensorwise"}
