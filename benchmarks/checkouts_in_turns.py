@@ -25,9 +25,9 @@ import click
 import torch
 from torch import Tensor
 
-from benchmarks import REPOSITORY, RESULTS
+from benchmarks import REPOSITORY
+from benchmarks.harness import results
 from benchmarks.harness.gpu import card, elapsed, upstream_of
-from benchmarks.harness.results import stack
 
 CALLS = 200
 """Calls of a small shape that one time of the host is of."""
@@ -205,28 +205,28 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
         ("small", "64 tokens: the host's time of forward and backward"),
     ):
         yield from ("", f"## {what}", "")
-        yield "| kernels | before, ms | after, ms | after / before | noise |"
-        yield "|---|---|---|---|---|"
-        for name, sides in report[size].items():
-            before, after = (statistics.median(sides[side]) for side in ("before", "after"))
-            half = len(sides["before"]) // 2
-            noise = max(
-                abs(statistics.median(x[:half]) / statistics.median(x[half:]) - 1)
-                for x in sides.values()
-            )
-            yield f"| {name} | {before:.3f} | {after:.3f} | {after / before:.3f} | {noise:.3f} |"
+        columns = ["kernels", *((x, ".3f") for x in ("before, ms", "after, ms", "after / before"))]
+        rows = ([name, *_ratio(**sides)] for name, sides in report[size].items())
+        yield from results.table([*columns, ("noise", ".3f")], rows)
+
+
+def _ratio(before: list[float], after: list[float]) -> tuple[float, float, float, float]:
+    """Both medians, their ratio, and the larger ratio of the halves of one side."""
+    first, last, half = statistics.median(before), statistics.median(after), len(before) // 2
+    halves = (statistics.median(x[:half]) / statistics.median(x[half:]) for x in (before, after))
+    return first, last, last / first, max(abs(ratio - 1) for ratio in halves)
 
 
 @click.command(help=__doc__)
 @click.option("--before", required=True, type=click.Path(exists=True, path_type=Path))
 @click.option("--name", default="the other checkout", help="What the report calls it.")
 @click.option("--rounds", default=5, help="Times that both sides take two turns each.")
-@click.option("--out", default=RESULTS, type=click.Path(path_type=Path))
+@results.out_option()
 def main(before: Path, name: str, rounds: int, out: Path) -> None:
     """Measure and write."""
     sides = {"before": Side(before.resolve()), "after": Side(REPOSITORY)}
     names, _ = (side.told() for side in sides.values())
-    report: dict[str, Any] = {"stack": stack("triton"), "before": name}
+    report: dict[str, Any] = {"stack": results.stack("triton"), "before": name}
     for size in ("large", "small"):
         report[size] = {}
         for number, case in enumerate(names):
@@ -236,11 +236,7 @@ def main(before: Path, name: str, rounds: int, out: Path) -> None:
                     times[side].append(sides[side].time(size, number))
             report[size][case] = times
             print(size, case, {side: f"{min(x):.3f}" for side, x in times.items()}, flush=True)
-    device = card()
-    out.mkdir(parents=True, exist_ok=True)
-    file = out / f"checkouts_in_turns_{device}"
-    file.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    file.with_suffix(".md").write_text("\n".join(lines(report)) + "\n")
+    results.write(out, f"checkouts_in_turns_{card()}", report, [*lines(report), ""])
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ print): the work of a rewriter that does not cut its targets out first.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -22,8 +21,11 @@ import tempfile
 import time
 from datetime import date
 from pathlib import Path
+from typing import Any
 
-from benchmarks import RESULTS
+import click
+
+from benchmarks.harness import results
 from cppmega import __version__
 from cppmega.tree import wheels
 
@@ -78,50 +80,40 @@ def measure(version: str, runs: int) -> dict[str, list[float]]:
         return {name: values[1:] for name, values in rows.items()}  # the first run warms the disk
 
 
-def main() -> None:
+@click.command(help=__doc__)
+@click.option("--version", default="0.19.2")
+@click.option("--runs", default=7)
+@results.out_option()
+def main(version: str, runs: int, out: Path) -> None:
     """Measure and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--version", default="0.19.2")
-    parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args()
-    rows = measure(options.version, options.runs)
-    listed = json.loads(
-        subprocess.run(
-            [sys.executable, "-m", "cppmega", "list", "--json"],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-    )
+    rows = measure(version, runs)
+    listing = [sys.executable, "-m", "cppmega", "list", "--json"]
+    listed = subprocess.run(listing, capture_output=True, text=True, check=True).stdout
     result = {
         "date": date.today().isoformat(),
         "cppmega": __version__,
-        "megatron-core": options.version,
-        "pages": len(listed["patches"]),
+        "megatron-core": version,
+        "pages": len(json.loads(listed)["patches"]),
         "python": platform.python_version(),
         "cores": os.cpu_count(),
         "seconds": {name: sorted(values) for name, values in rows.items()},
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "cli.json").write_text(json.dumps(result, indent=1) + "\n")
-    (options.out / "cli.md").write_text(table(result))
-    print(table(result))
+    results.write(out, "cli", result, table(result))
 
 
-def table(result: dict[str, object]) -> str:
+def table(result: dict[str, Any]) -> str:
     """The Markdown next to the JSON."""
-    rows: dict[str, list[float]] = result["seconds"]  # type: ignore[assignment]
+    rows = (
+        [name, values[0], statistics.median(values), values[-1]]
+        for name, values in result["seconds"].items()
+    )
+    columns = ["command", *((name, ".2f") for name in ("minimum", "median", "maximum"))]
     lines = [
         f"Whole processes on {result['cores']} cores, Python {result['python']}, megatron-core "
         f"{result['megatron-core']}, {result['pages']} pages, {result['date']}; seconds.",
         "",
-        "| command | minimum | median | maximum |",
-        "|---|---|---|---|",
+        *results.table(columns, rows),
     ]
-    for name, values in rows.items():
-        middle = statistics.median(values)
-        lines.append(f"| {name} | {values[0]:.2f} | {middle:.2f} | {values[-1]:.2f} |")
     return "\n".join(lines) + "\n"
 
 

@@ -9,8 +9,6 @@ two cores. The archive is packed twice, and must have the same bytes.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import platform
 import time
@@ -19,20 +17,21 @@ from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 
+import click
 import msgspec
 
-from benchmarks import RESULTS
+from benchmarks.harness import results
 from cppmega import __version__
 from cppmega.data.code import archive, download, listing, make
+from cppmega.host.markdown import table
 
 
-def main() -> None:
+@click.command(help=__doc__)
+@click.argument("work", type=click.Path(path_type=Path))
+@results.out_option()
+def main(work: Path, out: Path) -> None:
     """Make the corpus, and write what was measured."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("work", type=Path)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args()
-    options.work.mkdir(parents=True)
+    work.mkdir(parents=True)
     seconds: dict[str, float] = {}
 
     @contextmanager
@@ -44,13 +43,13 @@ def main() -> None:
 
     sources = listing.load()
     files = {source: download.fetched(source, print) for source in sources}
-    packed, again = options.work / "code.tar.xz", options.work / "again.tar.xz"
+    packed, again = work / "code.tar.xz", work / "again.tar.xz"
     for path in (packed, again):
         with timed("packing", sum(file.stat().st_size for file in files.values())):
             archive.pack(sources, files, path)
     if packed.read_bytes() != again.read_bytes():
         raise SystemExit("two archives of the same projects differ")
-    card = make.make(packed, options.work / "code", 65536, timed)
+    card = make.make(packed, work / "code", 65536, timed)
     result = {
         "date": date.today().isoformat(),
         "cppmega": __version__,
@@ -59,8 +58,7 @@ def main() -> None:
         "seconds": seconds,
         "card": msgspec.to_builtins(card),
     }
-    (options.out / "code_corpus.json").write_text(json.dumps(result, indent=1) + "\n")
-    (options.out / "code_corpus.md").write_text(page(result))
+    results.write(out, "code_corpus", result, page(result))
 
 
 def page(result: dict[str, object]) -> str:
@@ -74,9 +72,7 @@ def page(result: dict[str, object]) -> str:
         f"On {result['cores']} cores, which other work shared, {result['date']}; the downloads are "
         "not counted, and packing is needed once.",
         "",
-        "| stage | seconds |",
-        "| --- | --- |",
-        *(f"| {stage} | {value:.0f} |" for stage, value in stages.items()),
+        table(("stage", "seconds"), ((stage, f"{value:.0f}") for stage, value in stages.items())),
         "",
     ]
     return "\n".join(lines)

@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from benchmarks import RESULTS
+from benchmarks.harness import results
 from cppmega.overlay import verbs as overlay
 from cppmega.overlay.receipt import load
 from tests.configurations import law, settings
@@ -181,15 +182,16 @@ def table(result: dict[str, Any]) -> str:
         "Settings: " + "; ".join(_axis(*axis) for axis in result["axes"].items()) + ".",
         "",
     ]
-    lines += ["| what | configurations | example |", "|---|---|---|"]
     groups: dict[str, list[tuple[str, str]]] = {}
     for row in result["rows"]:
         for kind, stage, detail in row["findings"]:
             text = detail.rpartition(": ")[2] if kind == "excused" else f"{stage}: {detail[:160]}"
             groups.setdefault(f"{kind}: {text}", []).append((_named(row), stage))
-    for what, where in sorted(groups.items()):
-        names = {name for name, _ in where}
-        lines.append(f"| {_cell(what)} | {len(names)} | {min(names, key=len)} |")
+    names = {what: {name for name, _ in where} for what, where in sorted(groups.items())}
+    lines += results.table(
+        ["what", "configurations", "example"],
+        ([_cell(what), len(each), min(each, key=len)] for what, each in names.items()),
+    )
     return "\n".join(lines) + "\n"
 
 

@@ -12,7 +12,6 @@ batch. Writes mhc_upstream.json and .md, and exits with 1 where something differ
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -23,9 +22,10 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
 
-from benchmarks import RESULTS
+from benchmarks.harness import results
 from tests.support import patched, python
 
 VERSION = "0.19.2"
@@ -132,20 +132,9 @@ def table(report: dict[str, Any]) -> Iterator[str]:
         f"{', '.join(PAGES)}."
     )
     yield ""
-    yield (
-        "| upstream | model | parameters | entries of a checkpoint | names or shapes that differ "
-        "| losses apart | gradients apart | the same |"
-    )
-    yield "|---" * 8 + "|"
-    for tree in report["trees"]:
-        commit = f"{tree['ref']} at {tree['commit'][:10]} of {tree['of']}"
-        for name, found in tree["models"].items():
-            differ = found["different parameters"] | found["different in checkpoints"]
-            yield (
-                f"| {commit} | {name} | {found['parameters']} | {found['saved']} "
-                f"| {', '.join(differ) or 'none'} | {found['losses apart']:.1e} "
-                f"| {found['gradients apart']:.1e} | {'yes' if is_same(found) else '**no**'} |"
-            )
+    columns = ["upstream", "model", "parameters", "entries of a checkpoint"]
+    columns += ["names or shapes that differ", "losses apart", "gradients apart", "the same"]
+    yield from results.table(columns, _cells(report))
     yield ""
     yield (
         "Gradients: the largest distance, relative to the largest gradient of that parameter, or "
@@ -153,27 +142,34 @@ def table(report: dict[str, Any]) -> Iterator[str]:
     )
 
 
-def main() -> None:
+def _cells(report: dict[str, Any]) -> Iterator[list[Any]]:
+    for tree in report["trees"]:
+        commit = f"{tree['ref']} at {tree['commit'][:10]} of {tree['of']}"
+        for name, found in tree["models"].items():
+            differ = found["different parameters"] | found["different in checkpoints"]
+            yield [
+                *(commit, name, found["parameters"], found["saved"], ", ".join(differ) or "none"),
+                *(f"{found[f'{what} apart']:.1e}" for what in ("losses", "gradients")),
+                "yes" if is_same(found) else "**no**",
+            ]
+
+
+@click.command(help=__doc__)
+@results.folder_option("--repository", "a clone of Megatron-LM", required=True)
+@click.option("--ref", "refs", multiple=True, default=REFS, help="commits or branches")
+@results.out_option()
+def main(repository: Path, refs: tuple[str, ...], out: Path) -> None:
     """Unpack, exchange, compare and write."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--repository", type=Path, required=True, help="a clone of Megatron-LM")
-    parser.add_argument("--ref", action="append", help=f"commits or branches [{', '.join(REFS)}]")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args()
     report: dict[str, Any] = {"date": date.today().isoformat(), "torch": torch.__version__}
     report["trees"] = []
     with tempfile.TemporaryDirectory() as scratch:
         os.environ.setdefault("TESTS_SCRATCH", scratch)
         ours = patched(VERSION, *PAGES)
-        for number, ref in enumerate(options.ref or REFS):
+        for number, ref in enumerate(refs):
             folder = Path(scratch, str(number))
-            tree = unpacked(options.repository, ref, folder / "tree")
+            tree = unpacked(repository, ref, folder / "tree")
             report["trees"].append(tree | {"models": exchanged(ours, folder / "tree", folder)})
-    options.out.mkdir(parents=True, exist_ok=True)
-    stem = options.out / "mhc_upstream"
-    stem.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    stem.with_suffix(".md").write_text("\n".join(table(report)) + "\n")
-    print(stem.with_suffix(".md").read_text())
+    results.write(out, "mhc_upstream", report, [*table(report), ""])
     found = [each for tree in report["trees"] for each in tree["models"].values()]
     sys.exit(not all(map(is_same, found)))
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import results
 from benchmarks.slices.turns_report import FACTOR
 from cppmega.recipe.memory import GIB
 from cppmega.runs import plotting
@@ -69,14 +70,16 @@ def _curves(runs: Mapping[str, Curves]) -> Iterator[str]:
     if len(references) < 2:
         yield "Curves: fewer than two references have a result, so there is no noise to judge by."
         return
-    yield f"| {steps} steps | loss, first | last | noise | from the nearest reference | verdict |"
-    yield "|---" * 6 + "|"
+    columns = [f"{steps} steps", "loss, first", "last", "noise", "from the nearest reference"]
+    yield from results.table([*columns, "verdict"], _judgements(runs, references))
+
+
+def _judgements(runs: Mapping[str, Curves], references: list[Curves]) -> Iterator[list[str]]:
     for name, run in runs.items():
         for what in ("loss", "grad norm"):
-            first, last = (f"{run[what][at]:.6g}" for at in (0, -1))
             curves = [each[what] for each in references]
             cells = ["", "", "reference"] if name in REFERENCES else verdict(run[what], curves)
-            yield f"| {name}, {what} | {first} | {last} | {' | '.join(cells)} |"
+            yield [f"{name}, {what}", *(f"{run[what][at]:.6g}" for at in (0, -1)), *cells]
 
 
 def verdict(curve: Sequence[float], references: Sequence[Sequence[float]]) -> list[str]:
@@ -97,40 +100,40 @@ def verdict(curve: Sequence[float], references: Sequence[Sequence[float]]) -> li
 def _speed(runs: Mapping[str, Any]) -> Iterator[str]:
     """Milliseconds of a step and peak memory, and what the streams add to both."""
     base = runs.get("without", {})
-    yield "| run | step, ms | more than without | tokens/s | peak memory, GiB | more than without |"
-    yield "|---" * 6 + "|"
-    for name, run in runs.items():
-        if "out_of_memory" in run:
-            yield f"| {name} |  |  |  | out of memory |  |"
-            continue
-        more = ["", ""]
-        if name != "without" and "milliseconds" in base:
-            # Hosts differ: a time is compared with that of its own call.
-            time = run["milliseconds"] / run.get("milliseconds_without", math.nan) - 1
-            memory = (run["peak_bytes"] - base["peak_bytes"]) / GIB
-            more = ["another call" if math.isnan(time) else f"{time:+.1%}", f"{memory:+.2f}"]
-        yield (
-            f"| {name} | {run['milliseconds']:.1f} | {more[0]} | {run['tokens_per_second']:.0f} "
-            f"| {run['peak_bytes'] / GIB:.2f} | {more[1]} |"
-        )
+    columns = ["run", "step, ms", "more than without", "tokens/s", "peak memory, GiB"]
+    rows = ([name, *_cost(name, run, base)] for name, run in runs.items())
+    yield from results.table([*columns, "more than without"], rows)
     for name, together in BLOCKS.items():
         if "peak_bytes" in runs.get(name, {}) and "peak_bytes" in base:
             yield ""
             yield kept(name, runs[name], base, together)
 
 
+def _cost(name: str, run: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
+    if "out_of_memory" in run:
+        return ["", "", "", "out of memory", ""]
+    more = ["", ""]
+    if name != "without" and "milliseconds" in base:
+        # Hosts differ: a time is compared with that of its own call.
+        time = run["milliseconds"] / run.get("milliseconds_without", math.nan) - 1
+        memory = (run["peak_bytes"] - base["peak_bytes"]) / GIB
+        more = ["another call" if math.isnan(time) else f"{time:+.1%}", f"{memory:+.2f}"]
+    rate, peak = f"{run['tokens_per_second']:.0f}", f"{run['peak_bytes'] / GIB:.2f}"
+    return [f"{run['milliseconds']:.1f}", more[0], rate, peak, more[1]]
+
+
 def in_dev(step: Mapping[str, Any]) -> Iterator[str]:
     """A step without streams, by dev's kernels and by ours, and the target."""
-    base, extra = step["without"], {}
-    yield "| kernels | forward + backward, ms | more than without | peak memory, GiB | loss |"
-    yield "|---" * 5 + "|"
-    for name in ("without", "dev", "ours"):
-        run = step[name]
-        extra[name] = run["milliseconds"] - base["milliseconds"]
-        yield (
-            f"| {name} | {run['milliseconds']:.1f} | {extra[name]:.1f} "
-            f"| {run['peak_bytes'] / GIB:.2f} | {run['loss']:.4f} |"
-        )
+    ways, base = ("without", "dev", "ours"), step["without"]["milliseconds"]
+    extra = {name: step[name]["milliseconds"] - base for name in ways}
+    columns = [("forward + backward, ms", ".1f"), ("more than without", ".1f")]
+    yield from results.table(
+        ["kernels", *columns, ("peak memory, GiB", ".2f"), ("loss", ".4f")],
+        (
+            [name, run["milliseconds"], extra[name], run["peak_bytes"] / GIB, run["loss"]]
+            for name, run in ((name, step[name]) for name in ways)
+        ),
+    )
     share = extra["ours"] / extra["dev"]
     yield ""
     yield (

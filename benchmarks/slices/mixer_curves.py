@@ -27,10 +27,9 @@ from typing import Any, NamedTuple
 import click
 import torch
 
-from benchmarks import RESULTS
+from benchmarks.harness import results
 from benchmarks.harness import trees as sides
 from benchmarks.harness.gpu import card
-from benchmarks.harness.results import stack
 from benchmarks.slices.mhc_training_report import verdict
 from benchmarks.slices.training import environment, said
 from benchmarks.slices.turns import apply
@@ -159,16 +158,18 @@ def table(report: dict[str, Any]) -> Iterator[str]:
     )
     for model, runs in report["runs"].items():
         yield from ("", f"## {model}, {MODELS[model].pattern}", "")
-        yield "| run | first | last | noise | from the nearest reference | verdict |"
-        yield "|---" * 6 + "|"
-        for way, run in runs.items():
-            for what, curve in run.items():
-                cells = ["", "", "reference"]
-                if way == "kernels":
-                    cells = verdict(curve, [runs[name][what] for name in WAYS[:2]])
-                ends = f"{curve[0]:.5g} | {curve[-1]:.5g}"
-                yield f"| {way}, {what} | {ends} | {' | '.join(cells)} |"
+        columns = ["run", "first", "last", "noise", "from the nearest reference", "verdict"]
+        yield from results.table(columns, _cells(runs))
     yield ""
+
+
+def _cells(runs: dict[str, Any]) -> Iterator[list[str]]:
+    for way, run in runs.items():
+        for what, curve in run.items():
+            judged = ["", "", "reference"]
+            if way == "kernels":
+                judged = verdict(curve, [runs[name][what] for name in WAYS[:2]])
+            yield [f"{way}, {what}", f"{curve[0]:.5g}", f"{curve[-1]:.5g}", *judged]
 
 
 def draw(report: dict[str, Any], file: Path) -> None:
@@ -187,7 +188,7 @@ def draw(report: dict[str, Any], file: Path) -> None:
 @click.command()
 @click.option("--site", type=click.Path(path_type=Path), required=True)
 @click.option("--work", type=click.Path(path_type=Path), required=True)
-@click.option("--out", type=click.Path(path_type=Path), default=RESULTS)
+@results.out_option()
 @click.option("--steps", default=50, show_default=True)
 @click.option("--only", type=click.Choice([*MODELS]), help="Train only this model.")
 def main(site: Path, work: Path, out: Path, steps: int, only: str | None) -> None:
@@ -198,22 +199,18 @@ def main(site: Path, work: Path, out: Path, steps: int, only: str | None) -> Non
     if not root.is_dir():
         sides.copy(site.resolve(), root)
         apply(root, PAGES)
-    target = out / f"mixer_curves_{card()}.md"
+    name = f"mixer_curves_{card()}"
     with_kernels = [m for m in MODELS if m != "SISO" or importlib.util.find_spec("mamba_ssm")]
-    report: dict[str, Any] = {"runs": {}}
-    if target.with_suffix(".json").is_file():
-        report = json.loads(target.with_suffix(".json").read_text())
-    report["stack"] = stack("triton", "megatron-core", "mamba-ssm")
+    report: dict[str, Any] = {"runs": results.earlier(out, name, "runs")}
+    report["stack"] = results.stack("triton", "megatron-core", "mamba-ssm")
     for model in [only] if only else with_kernels:
         runs = report["runs"][model] = {}
         for way in WAYS:
             started = time.monotonic()
             runs[way] = curves(model, way, steps, root, work / f"{model}-{way}.log")
             print(f"{model}, {way}: {time.monotonic() - started:.0f} s", file=sys.stderr)
-    target.write_text("\n".join(table(report)))
-    target.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    draw(report, target.with_suffix(".png"))
-    print(target.read_text())
+    results.write(out, name, report, table(report))
+    draw(report, out / f"{name}.png")
 
 
 if __name__ == "__main__":

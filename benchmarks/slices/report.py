@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from benchmarks.harness import results
 from cppmega.host.wording import counted
 
 WARM = 10
@@ -140,9 +141,7 @@ def _table(result: dict[str, Any]) -> Iterator[str]:
     yield f"Data {data['fingerprint']}: {data['documents']} documents, {data['tokens']} tokens."
     yield ""
     names = [name for name in COLUMNS if name in result["runs"]]
-    yield "| | " + " | ".join(COLUMNS[name] for name in names) + " |"
-    yield "|" + "---|" * (1 + len(names))
-    for label, key in (
+    rows = (
         ("overlay digest", "overlay"),
         ("step, ms", "milliseconds"),
         ("tokens/s", "tokens_per_second"),
@@ -152,11 +151,13 @@ def _table(result: dict[str, Any]) -> Iterator[str]:
         (GRAPH_POOLS, "graph_pool_gib"),
         ("first loss", "first_loss"),
         ("last loss", "last_loss"),
-    ):
-        if key != "tokens_per_second" and all(key not in result["runs"][name] for name in names):
-            continue
-        cells = (_cell(result["runs"][name], key) for name in names)
-        yield f"| {label} | " + " | ".join(cells) + " |"
+    )
+    kept = (
+        [label, *(_cell(result["runs"][name], key) for name in names)]
+        for label, key in rows
+        if key == "tokens_per_second" or any(key in result["runs"][name] for name in names)
+    )
+    yield from results.table(["", *(COLUMNS[name] for name in names)], kept)
     if "resume" in result:
         row = result["resume"]
         yield ""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import results
 from benchmarks.slices.report import GRAPH_POOLS
 from benchmarks.slices.subjects import Subject
 from cppmega.runs import json_file
@@ -74,12 +75,11 @@ def ratio(above: list[float], below: list[float]) -> tuple[float, float, float] 
 
 def _speed(part: Mapping[str, Any], target: float | None) -> Iterator[str]:
     pools = any("graph_pool_gib" in row for row in part["runs"].values())
-    last = f" {GRAPH_POOLS} |" * pools
-    yield f"| run | overlay | step, ms | lowest | highest | tokens/s | peak memory, GiB |{last}"
-    yield "|" + "---|" * (7 + pools)
-    for run, row in part["runs"].items():
-        cells = [*_cells(row), *[_pools(row)] * pools]
-        yield f"| {run} | {' | '.join(cells)} |"
+    columns = ["run", "overlay", "step, ms", "lowest", "highest", "tokens/s", "peak memory, GiB"]
+    yield from results.table(
+        [*columns, *[GRAPH_POOLS] * pools],
+        ([run, *_cells(row), *[_pools(row)] * pools] for run, row in part["runs"].items()),
+    )
     found = ratio(speeds(part, "after"), speeds(part, "before"))
     yield ""
     if found is None:
@@ -151,11 +151,19 @@ def _curves(part: Mapping[str, Any]) -> Iterator[str]:
     )
     for side in sides:
         yield ""
-        yield f"| loss | first | last | noise of two stock runs | {side} from stock | verdict |"
-        yield "|---|---|---|---|---|---|"
-        for name in sorted(runs["stock"]):
-            curves = [_by_step(runs[each].get(name, {})) for each in (*_REFERENCES, side)]
-            yield f"| {name} | {' | '.join(_verdict(*curves))} |"
+        columns = [
+            "loss",
+            "first",
+            "last",
+            "noise of two stock runs",
+            f"{side} from stock",
+            "verdict",
+        ]
+        names = {
+            name: [_by_step(runs[each].get(name, {})) for each in (*_REFERENCES, side)]
+            for name in sorted(runs["stock"])
+        }
+        yield from results.table(columns, ([n, *_verdict(*curves)] for n, curves in names.items()))
 
     yield ""
     yield from _speed_of_curves(part)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from benchmarks.harness import results
 from benchmarks.upstream_tests.plugin import FILE_LIMIT, NOT_RUN
 from benchmarks.upstream_tests.sides import Outcomes
 from cppmega.errors import CppmegaError
@@ -245,9 +246,7 @@ def table(result: Mapping[str, Any]) -> str:
         "",
         *(f"- {name}: {_shown(result[name])}" for name in FACTS if result.get(name)),
         "",
-        _row(["tree", *kinds]),
-        "|---" * (1 + len(kinds)) + "|",
-        *map(_row, rows),
+        *results.table(["tree", *kinds], rows),
         "",
         f"{result['passed_on_both']} tests pass on both trees; "
         f"{len(result['differences'])} differ.",
@@ -280,10 +279,6 @@ FACTS = (
 
 def _shown(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _section(title: str, entries: Sequence[Any], told: Any) -> list[str]:
