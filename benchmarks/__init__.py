@@ -6,7 +6,8 @@
     upstream_tests  Megatron's own unit tests, on stock and on patched code
 
 A page in `results` calls a script by the name that it had when the page was written:
-`whole_rows.py` is `whole/rows.py`, `slice_turns.py` is `slices/turns.py`.
+`whole_rows.py` is `whole/rows.py`, `slice_turns.py` is `slices/turns.py`, and a part of a family is
+a command of it, as `linear_cross_entropy stages` and `dsa_attention sharing` are.
 """
 
 from pathlib import Path

@@ -37,6 +37,30 @@ def folder_option(name: str, about: str, required: bool = False) -> Callable[...
     return click.option(name, type=kind, required=required, help=about)
 
 
+FOLDER = click.Path(path_type=Path)
+
+
+def places(data: str, required: bool = True) -> Callable[[Any], Any]:
+    """`--site`, `--work`, `--out` and `--data` of a benchmark that trains.
+
+    Args:
+        data: the help of `--data`.
+        required: whether there must be a `--data`.
+    """
+
+    def decorated(command: Any) -> Any:
+        for name, about, must in (
+            ("--data", data, required),
+            ("--out", "Results, logs, profiles and curves.", True),
+            ("--work", "Scratch: trees, checkpoints, datasets, indices.", True),
+            ("--site", "Folder with a pristine megatron/.", True),
+        ):
+            command = click.option(name, type=FOLDER, required=must, help=about)(command)
+        return command
+
+    return decorated
+
+
 def stack(*packages: str) -> dict[str, str]:
     """Date, GPU, and versions of torch and of these packages, for the header of a report."""
     import torch

@@ -35,6 +35,7 @@ from typing import Any
 import click
 import torch
 
+from benchmarks.harness import results
 from benchmarks.harness import trees as sides
 from benchmarks.harness.gpu import card
 from benchmarks.slices.mhc_training_report import draw, table
@@ -48,7 +49,6 @@ from cppmega.recipe import memory
 
 PAGES = ("mhc_connections", "float16_keep_fp32")
 """Of the small models, beside which no other page may bend a curve."""
-_FOLDER = click.Path(path_type=Path)
 _FIRST_GUESS = {"small": 60.0, "gpt": 120.0, "slice": 150.0, "dev": 120.0}
 """Seconds that a run may take, until one of its part has shown how many."""
 _ONE_STREAM = ("mhc_num_residual_streams=1",)
@@ -258,11 +258,8 @@ def _curves(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 @click.command()
-@click.option("--site", type=_FOLDER, required=True, help="Folder with a pristine megatron/.")
-@click.option("--work", type=_FOLDER, required=True, help="Scratch: trees and indices.")
-@click.option("--out", type=_FOLDER, required=True, help="Results and logs.")
-@click.option("--data", type=_FOLDER, help="Prepared dataset [Python's own sources].")
-@click.option("--dev", type=_FOLDER, help="Pristine checkout of Megatron's branch dev.")
+@results.places("Prepared dataset [Python's own sources].", required=False)
+@click.option("--dev", type=results.FOLDER, help="Pristine checkout of Megatron's branch dev.")
 @click.option("--only", help=f"Parts, in this order [{','.join(LABELS)}].")
 @click.option("--minutes", default=28.0, show_default=True, help="Time limit of this call.")
 @click.option("--steps", default=50, show_default=True, help="Of every run.")

@@ -32,6 +32,7 @@ import click
 import psutil
 
 from benchmarks import REPOSITORY
+from benchmarks.harness import results
 from benchmarks.harness import trees as sides
 from benchmarks.slices.report import (
     END,
@@ -59,7 +60,6 @@ _OPTIONS = {
     "stock-tilelang": ("--", "--dsa-kernel-backend", "tilelang", "--dsa-indexer-use-sparse-loss"),
 }
 _FULL = "OutOfMemoryError"
-_FOLDER = click.Path(path_type=Path)
 
 
 @click.group()
@@ -232,13 +232,12 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 @main.command()
-@click.option("--site", type=_FOLDER, required=True, help="Folder with a pristine megatron/.")
-@click.option("--work", type=_FOLDER, required=True, help="Scratch: trees, checkpoints, indices.")
-@click.option("--out", type=_FOLDER, required=True, help="Results, logs and curves.")
+@results.places("Prepared dataset [made of --text].", required=False)
 @click.option("--recipe", default="nam56r_h200_slice", show_default=True)
 @click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Change the recipe.")
-@click.option("--data", type=_FOLDER, help="Prepared dataset [made of --text].")
-@click.option("--text", type=_FOLDER, multiple=True, help="Text to prepare [Python's own sources].")
+@click.option(
+    "--text", type=results.FOLDER, multiple=True, help="Text to prepare [Python's own sources]."
+)
 @click.option(
     "--runs",
     default="stock,overlay,resume",
@@ -395,7 +394,7 @@ def resumed(bench: Bench) -> dict[str, Any]:
 
 
 @main.command()
-@click.argument("result", type=_FOLDER)
+@click.argument("result", type=results.FOLDER)
 def plot(result: Path) -> None:
     """Draw the curves of a result into a PNG next to it."""
     print(draw(result))

@@ -49,6 +49,7 @@ from typing import Any
 
 import click
 
+from benchmarks.harness import results
 from benchmarks.harness import trees as sides
 from benchmarks.slices import training as slice_training
 from benchmarks.slices.report import WARM, graph_pools, headline, measured, steps_of, table
@@ -63,7 +64,6 @@ REFERENCE = (*STARTS, "dsa_indexer_loss_metric")
 _PROFILED = 2
 _FIRST_GUESS = 150.0
 """Seconds that a run is assumed to take until one has been measured."""
-_FOLDER = click.Path(path_type=Path)
 
 
 @dataclass
@@ -285,10 +285,7 @@ def write_recipe(out: Path, recipe: str, subject: Subject, part: dict[str, Any])
 
 @click.command()
 @click.argument("subject", type=click.Choice(tuple(SUBJECTS)))
-@click.option("--site", type=_FOLDER, required=True, help="Folder with a pristine megatron/.")
-@click.option("--work", type=_FOLDER, required=True, help="Scratch: trees and indices.")
-@click.option("--out", type=_FOLDER, required=True, help="Results, logs and profiles.")
-@click.option("--data", type=_FOLDER, help="Prepared dataset [Python's own sources].")
+@results.places("Prepared dataset [Python's own sources].", required=False)
 @click.option("--only", help="Parts, in this order [all of the subject's].")
 @click.option("--minutes", default=28.0, show_default=True, help="Time limit of this call.")
 @click.option("--steps", default=12, show_default=True, help="Measured steps of a run.")

@@ -46,8 +46,6 @@ from benchmarks.whole.parts_report import RECIPE, VARIANTS, curve, draw, report
 from benchmarks.whole.shuffled_structure import shuffled
 from cppmega.recipe import index as recipes_index
 
-_FOLDER = click.Path(path_type=Path)
-
 
 @dataclass
 class Parts:
@@ -106,11 +104,8 @@ class Parts:
 
 
 @click.command()
-@click.option("--site", type=_FOLDER, required=True, help="Folder with a pristine megatron/.")
-@click.option("--work", type=_FOLDER, required=True, help="Scratch: trees, datasets, indices.")
-@click.option("--out", type=_FOLDER, required=True, help="Results and logs.")
-@click.option("--data", type=_FOLDER, required=True, help="Prefix of the training data.")
-@click.option("--held-out", type=_FOLDER, required=True, help="Prefix of the held-out data.")
+@results.places("Prefix of the training data.")
+@click.option("--held-out", type=results.FOLDER, required=True, help="Prefix of the held-out data.")
 @click.option("--seeds", default="1,2,3", show_default=True)
 @click.option("--jobs", default=3, show_default=True, help="Runs at a time.")
 @click.option("--minutes", default=28.0, show_default=True, help="Time limit of this call.")

@@ -33,6 +33,7 @@ from typing import Any, ClassVar
 import click
 import psutil
 
+from benchmarks.harness import results
 from benchmarks.harness.gpu import card
 from benchmarks.slices import training as slice_training
 from benchmarks.slices.training import Bench
@@ -48,7 +49,6 @@ PAGE = "optimizer_copies_at_once"
 """A page that changes no result, and that one tree lacks."""
 SAVED = 3
 """Steps from one checkpoint to the next."""
-_FOLDER = click.Path(path_type=Path)
 _ERROR = re.compile(r"error: ([a-z-]+)$", re.MULTILINE)
 _ROOT_CAUSE = re.compile(r"^Root Cause.*?^ +rank +: (\d+).*?^ +exitcode +: (-?\d+)", re.M | re.S)
 """In torchrun's report."""
@@ -194,10 +194,7 @@ CASES: Mapping[str, Callable[[Ranks], dict[str, Any]]] = {
 
 
 @click.command()
-@click.option("--site", type=_FOLDER, required=True, help="Folder with a pristine megatron/.")
-@click.option("--work", type=_FOLDER, required=True, help="Scratch: trees, checkpoints, indices.")
-@click.option("--out", type=_FOLDER, required=True, help="Results and logs.")
-@click.option("--data", type=_FOLDER, required=True, help="Prefix of the training data.")
+@results.places("Prefix of the training data.")
 @click.option("--gpus", type=click.IntRange(2), default=8, show_default=True, help="Ranks.")
 @click.option("--timeout", default=400.0, show_default=True, help="Seconds for one run.")
 def main(site: Path, work: Path, out: Path, data: Path, gpus: int, timeout: float) -> None:

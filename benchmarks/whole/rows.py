@@ -69,7 +69,6 @@ from cppmega.recipe import index as recipes_index
 from cppmega.recipe.memory import MAMBA_RECOMPUTE, estimate
 
 _PROFILED = 2
-_FOLDER = click.Path(path_type=Path)
 
 
 @dataclass(frozen=True)
@@ -155,10 +154,7 @@ ROWS: Mapping[str, Row] = {
 
 
 @click.command()
-@click.option("--site", type=_FOLDER, required=True, help="Folder with a pristine megatron/.")
-@click.option("--work", type=_FOLDER, required=True, help="Scratch: trees and indices.")
-@click.option("--out", type=_FOLDER, required=True, help="Results, logs and profiles.")
-@click.option("--data", type=_FOLDER, required=True, help="Prefix of the training data.")
+@results.places("Prefix of the training data.")
 @click.option("--recipe", default="nam56r_h200_2gpu_ep2", show_default=True)
 @click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Change the recipe.")
 @click.option("--only", help="Rows, in this order [all].")

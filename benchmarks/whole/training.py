@@ -31,6 +31,7 @@ from typing import Any
 
 import click
 
+from benchmarks.harness import results
 from benchmarks.slices import training as slice_training
 from benchmarks.slices.report import headline
 from benchmarks.slices.training import Bench, StoodStill, Stopped
@@ -43,7 +44,6 @@ from cppmega.recipe.run_options import RunOptions
 
 NAME = "overlay"
 CHECKPOINTS = "checkpoints"
-_FOLDER = click.Path(path_type=Path)
 _STEP = click.IntRange(1)
 
 
@@ -140,13 +140,10 @@ def reloaded(again: Bench, tree: Path, options: RunOptions, saved: int) -> dict[
 
 
 @main.command()
-@click.option("--site", type=_FOLDER, required=True, help="Folder with a pristine megatron/.")
-@click.option("--work", type=_FOLDER, required=True, help="Scratch: tree, checkpoints, indices.")
-@click.option("--out", type=_FOLDER, required=True, help="Results, log and curves.")
-@click.option("--data", type=_FOLDER, required=True, help="Prefix of the training data.")
+@results.places("Prefix of the training data.")
 @click.option(
     "--held-out",
-    type=_FOLDER,
+    type=results.FOLDER,
     help="Prefix of the held-out data; needed, and used, only if the recipe has eval_interval.",
 )
 @click.option("--recipe", "recipe_name", default="nam56r_h200_2gpu_ep2", show_default=True)
@@ -341,7 +338,7 @@ def held_out_facts(options: RunOptions) -> dict[str, Any] | None:
 
 
 @main.command()
-@click.argument("result", type=_FOLDER)
+@click.argument("result", type=results.FOLDER)
 def draw(result: Path) -> None:
     """Draw the curves of a result into a PNG next to it."""
     print(whole_report.draw(result))
