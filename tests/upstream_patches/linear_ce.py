@@ -23,7 +23,7 @@ from cppmega.smoke.checkpoint import keep_saves_here
 
 OFF = {"cross_entropy_loss_fusion": False, "cross_entropy_fusion_impl": "native"}
 proof: Any = importlib.import_module(
-    f"{catalogue.package_of(catalogue.builtin_folder())}._linear_ce.proof"
+    f"{catalogue.package_of(catalogue.builtin_folder() / 'losses')}._linear_ce.proof"
 )
 B, S, V = proof.B, proof.S, proof.V
 GPT, HYBRID = proof.gpt, proof.hybrid

@@ -8,9 +8,10 @@ from typing import Any
 from cppmega.catalogue import loader as catalogue
 
 
-def beside_pages(name: str) -> Any:
-    """A module in the folder of the pages, which their proofs use."""
-    return importlib.import_module(f"{catalogue.package_of(catalogue.builtin_folder())}.{name}")
+def beside_pages(name: str, subject: str = "") -> Any:
+    """A module in the catalogue's folder, or in that of a subject, which proofs use."""
+    package = catalogue.package_of(catalogue.builtin_folder() / subject)
+    return importlib.import_module(f"{package}.{name}")
 
 
 def share(output: Any, recomputed: Any) -> None:

@@ -29,7 +29,7 @@ import itertools, json, warnings
 from tests.upstream_patches.recomputation import beside_pages
 
 warnings.simplefilter("ignore")
-first_read = beside_pages("_dsa_host_reads").first_read
+first_read = beside_pages("_dsa_host_reads", "dsa").first_read
 plans = {
     "trained": {},
     "sparse": {"dsa_indexer_use_sparse_loss": True},

@@ -23,7 +23,9 @@ GATE = "CPPMEGA_FP8_PARAM_GATHER"
     ],
 )
 def test_refuses(args: Namespace, reason: str | None) -> None:
-    page = loader.load_page(PAGE, loader.builtin_folder() / f"{PAGE}.py", loader.BUILTIN)
+    page = loader.load_page(
+        PAGE, loader.builtin_folder() / "precision" / f"{PAGE}.py", loader.BUILTIN
+    )
     assert page.patch.refuses is not None and page.patch.when is not None
     refused: list[CppmegaError] = list(page.patch.refuses(args, {}))
     assert page.patch.when(args) is (args.fp8 is not None)

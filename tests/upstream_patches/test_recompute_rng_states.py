@@ -72,9 +72,9 @@ def check_transformer_engine() -> None:
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import cuda_graphs  # noqa: F401 (`random` imports it late)
 
-    te = beside_pages("_te_modules").load()
+    te = beside_pages("_te_modules", "te").load()
     with (
-        beside_pages("_te_modules").on_cpu(te, beside_pages("_generators").Generator(1, 0)),
+        beside_pages("_te_modules", "te").on_cpu(te, beside_pages("_generators").Generator(1, 0)),
         mock.patch.object(random, "is_graph_safe_cuda_rng_tracker", lambda _: True),
     ):
         assert replays(random, te.CudaRNGStatesTracker()) == [True, True]

@@ -32,7 +32,7 @@ def test_a_layer_is_called_as_before_its_capture(pages: tuple[str, ...]) -> None
 
 def report() -> None:
     """Print whose precision the calls of a layer and of a derived one were given, and when."""
-    te = beside_pages("_te_modules").load("graph")
+    te = beside_pages("_te_modules", "te").load("graph")
     entered: list[Any] = []
 
     class Layer(torch.nn.Module):

@@ -25,7 +25,7 @@ def test_a_captured_pass_keeps_the_generators_of_its_graph() -> None:
 
 
 def check_capture() -> None:
-    support = beside_pages("_te_modules")
+    support = beside_pages("_te_modules", "te")
     te, device = support.load(), beside_pages("_generators").Generator(1, 0)
     tracker = te.CudaRNGStatesTracker()
     for capturing in (True, False):
@@ -52,7 +52,7 @@ def test_dropout_on_a_device(reentrant: bool) -> None:
 
 
 def check_device(reentrant: bool, right: bool) -> None:
-    support = beside_pages("_te_modules")
+    support = beside_pages("_te_modules", "te")
     te = support.load()
     tracker = te.CudaRNGStatesTracker()
     tracker.add("model-parallel-rng", 2)

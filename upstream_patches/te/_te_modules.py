@@ -15,8 +15,8 @@ from unittest import mock
 
 import torch
 
+from .. import _generators
 from .._generators import Generator
-from . import _generators
 
 PACKAGE = "transformer_engine.pytorch"
 
