@@ -13,8 +13,8 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import multi_token_prediction, transformer_layer
 
-from tests.upstream_patches import mhc_models as models
-from tests.upstream_patches.mhc_ranks import load, save
+from tests.upstream_patches.mhc import mhc_models as models
+from tests.upstream_patches.mhc.mhc_ranks import load, save
 
 CASES = {
     "GPT": models.gpt,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from cppmega.proof.small_models import arguments
-from tests.upstream_patches import mhc_models as models
+from tests.upstream_patches.mhc import mhc_models as models
 
 SIZES = {"width": 256, "length": 128, "batch": 4, "words": 512, "layers": 4}
 TINY = {"width": 8, "length": 4, "batch": 1, "words": 16, "layers": 1}

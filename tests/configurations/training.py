@@ -25,7 +25,7 @@ from tests.configurations import models
 from tests.configurations.batches import LENGTH, SAMPLES, Batch, micro_batch
 from tests.configurations.late import arrive_late
 from tests.configurations.settings import Configuration
-from tests.upstream_patches.distributed_optimizer import on_cpu
+from tests.upstream_patches.optimizer.distributed_optimizer import on_cpu
 
 STEPS = 2
 """Before the checkpoint; one more follows it."""

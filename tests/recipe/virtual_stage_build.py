@@ -21,8 +21,8 @@ from megatron.training import argument_utils, arguments
 from megatron.training.models.dist_utils import build_virtual_pipeline_stages
 
 from tests.configurations.settings import Configuration
-from tests.upstream_patches.distributed_optimizer import on_cpu
 from tests.upstream_patches.forked_ranks import on_ranks
+from tests.upstream_patches.optimizer.distributed_optimizer import on_cpu
 
 
 def main() -> None:

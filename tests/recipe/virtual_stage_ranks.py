@@ -24,10 +24,10 @@ from megatron.core.distributed import (
 from tests.configurations import models, training
 from tests.configurations.settings import Configuration
 from tests.upstream_patches import forked_ranks
-from tests.upstream_patches.distributed_optimizer import on_cpu
+from tests.upstream_patches.embeddings.input_embedding_ranks import Run as FedRun
+from tests.upstream_patches.embeddings.input_embedding_ranks import with_them
 from tests.upstream_patches.forked_ranks import on_ranks, without_dropout
-from tests.upstream_patches.input_embedding_ranks import Run as FedRun
-from tests.upstream_patches.input_embedding_ranks import with_them
+from tests.upstream_patches.optimizer.distributed_optimizer import on_cpu
 
 ALONE = Configuration(model="hybrid", mtp=2, optimizer="float32")
 STAGES = {1: ["M*", "-*-"], 2: ["M", "*", "-", "*-"]}

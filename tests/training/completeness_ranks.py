@@ -23,8 +23,8 @@ from cppmega.training import completeness, step
 from tests.configurations.settings import Configuration
 from tests.training import loops
 from tests.training.evaluation_ranks import ONE, WHOLE
-from tests.upstream_patches.distributed_optimizer import on_cpu
 from tests.upstream_patches.forked_ranks import on_ranks
+from tests.upstream_patches.optimizer.distributed_optimizer import on_cpu
 
 STEPS = 4
 RECIPE = WHOLE.with_(train_iters=STEPS)

@@ -29,8 +29,8 @@ from cppmega.recipe.run_options import RunOptions
 from tests.configurations.settings import Configuration
 from tests.recipe.test_arithmetic import BASE
 from tests.training import loops
-from tests.upstream_patches.distributed_optimizer import on_cpu
 from tests.upstream_patches.forked_ranks import on_ranks
+from tests.upstream_patches.optimizer.distributed_optimizer import on_cpu
 
 RECIPE = BASE.with_(pattern="-", keep_checkpoints=1, train_iters=6)
 ASYNCHRONOUS = RECIPE.with_(async_save=True)

@@ -29,7 +29,7 @@ from cppmega.host import process
 from cppmega.smoke.checkpoint import keep_saves_here
 from tests.configurations import models, stand_ins
 from tests.configurations.settings import Configuration
-from tests.upstream_patches.distributed_optimizer import on_cpu
+from tests.upstream_patches.optimizer.distributed_optimizer import on_cpu
 
 configured_with_dropout = models.configured
 numbers = itertools.count()

@@ -87,7 +87,8 @@ def run(pages: list[str], stock_root: str) -> None:
     stock = Stock(Path(stock_root))
     results = {}
     for page in pages:
-        test = importlib.import_module(f"tests.upstream_patches.test_{page}")
+        (file,) = Path(__file__).parent.glob(f"*/test_{page}.py")
+        test = importlib.import_module(f"tests.upstream_patches.{file.parent.name}.{file.stem}")
         try:
             test.check(stock)
         except Exception:

@@ -19,7 +19,7 @@ from cppmega.features.mixers import sizes as mixer_sizes
 from cppmega.features import environment_sizes
 from cppmega.proof import cpu_shims
 from megatron.core.tensor_parallel import random
-from tests.upstream_patches import test_selective_fp8_moe as small
+from tests.upstream_patches.precision import test_selective_fp8_moe as small
 from unittest import mock
 
 cpu_shims.init_distributed()
