@@ -209,6 +209,8 @@ from cppmega.page import Edit, Patch, Source
 {constants}
 
 PATCH = Patch(
+    # Or "speed" (the same results sooner), or "feature" (only runs that ask for it change).
+    purpose="fix",
     edits=(
 {edits}    ),
     # TODO: when must a run pass through the target? startup, forward, backward, save or never.

@@ -165,7 +165,8 @@ def pin(
     "--dir",
     "folder",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Folder of the page (default: upstream_patches of a checkout, else ./patches).",
+    help="Folder of the page, such as upstream_patches/mtp, a subject of the catalogue (default: "
+    "upstream_patches of a checkout, else ./patches).",
 )
 @click.option(
     "--megatron",
@@ -189,12 +190,13 @@ def new(
     from cppmega.tree.installed import Tree, find_root
 
     where = folder or scaffold.default_folder()
-    is_own = where.resolve() != catalogue.builtin_folder().resolve()
-    begun = is_own and where.is_dir() and catalogue.page_files(where)
-    pages = catalogue.load([where] if begun else [])
+    home = catalogue.catalogue_of(where / f"{name}.py")
+    is_own = home.resolve() != catalogue.builtin_folder().resolve()
+    begun = is_own and home.is_dir() and catalogue.page_files(home)
+    pages = catalogue.load([home] if begun else [])
     tree = Tree(root or find_root()) if targets else None
     path = scaffold.new(name, where, targets, tree, pages)
-    extra = f" --patches {where}" if is_own else ""
+    extra = f" --patches {home}" if is_own else ""
     steps = [
         f"write the edit and the proof: {path}",
         f"see what it changes: cppmega diff {name}{extra}",

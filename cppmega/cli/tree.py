@@ -298,6 +298,7 @@ def _explain_page(page: Page) -> None:
     click.echo(page.doc.strip() + "\n")
     for result in _cited_results(page.doc):
         click.echo(f"Result:   {result}")
+    click.echo(f"Kind:     {page.patch.purpose}")
     click.echo(f"Reached:  {page.patch.reached}")
     click.echo(f"Gate:     {page.patch.gate or 'always on'}")
     click.echo(f"Verify needs: {', '.join(page.patch.needs)}")
