@@ -22,7 +22,7 @@ def test_scores_are_those_of_stock() -> None:
     # A process of its own: the stand-in for TileLang stays in it.
     code = f"""
     from pathlib import Path
-    from tests.upstream_patches import test_{NAME} as test
+    from tests.upstream_patches.dsa_indexer import test_{NAME} as test
     test.check(test.Stock(Path({str(pristine(VERSION))!r})))
     """
     done = python(patched(VERSION, NAME), code)

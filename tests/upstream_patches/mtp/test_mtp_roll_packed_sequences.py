@@ -39,7 +39,7 @@ FILE = "megatron/core/transformer/multi_token_prediction.py"
 @pytest.mark.parametrize("version", ["0.15.3", "0.16.1", "0.19.2"])
 def test_roll(version: str) -> None:
     code = f"""
-    from tests.upstream_patches import test_{PAGE} as here
+    from tests.upstream_patches.mtp import test_{PAGE} as here
     here.check({str(pristine(version) / FILE)!r}, {version!r})
     """
     done = python(patched(version, PAGE), code)

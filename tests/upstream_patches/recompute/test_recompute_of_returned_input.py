@@ -29,7 +29,8 @@ def test_recompute_changes_nothing(version: str) -> None:
 
 @pytest.mark.megatron
 def test_stock_reads_what_it_freed() -> None:
-    code = f"from tests.upstream_patches import test_{PAGE} as test\ntest.trained(['layernorm'])"
+    module = f"tests.upstream_patches.recompute.test_{PAGE}"
+    code = f"import {module} as test\ntest.trained(['layernorm'])"
     done = python(pristine(VERSIONS[-1]), code)
     assert done.returncode == -signal.SIGSEGV, (done.returncode, done.stderr)
 

@@ -31,7 +31,7 @@ def test_recompute_draws_the_same_masks(version: str) -> None:
 @pytest.mark.megatron
 def test_the_tracker_of_transformer_engine() -> None:
     call = "test.check_transformer_engine()"
-    code = f"from tests.upstream_patches import test_{PAGE} as test\n{call}"
+    code = f"from tests.upstream_patches.recompute import test_{PAGE} as test\n{call}"
     done = python(patched(RELEASE, PAGE), code)
     assert done.returncode == 0, done.stderr
 

@@ -21,7 +21,7 @@ RELEASE = "transformer-engine==2.20.2"
 @pytest.mark.parametrize("pages", [(), (PAGE,)], ids=["stock", "patched"])
 def test_a_layer_is_called_as_before_its_capture(pages: tuple[str, ...]) -> None:
     root = patched(RELEASE, *pages) if pages else pristine(RELEASE)
-    code = f"from tests.upstream_patches import test_{PAGE} as test\ntest.report()"
+    code = f"from tests.upstream_patches.te import test_{PAGE} as test\ntest.report()"
     done = python(root, code)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

@@ -19,7 +19,7 @@ RELEASE = "transformer-engine==2.20.2"
 
 def test_a_captured_pass_keeps_the_generators_of_its_graph() -> None:
     """A graph knows only the generators that were registered with it: none may be a copy."""
-    code = f"from tests.upstream_patches import test_{PAGE} as test\ntest.check_capture()"
+    code = f"from tests.upstream_patches.te import test_{PAGE} as test\ntest.check_capture()"
     done = python(patched(RELEASE, PAGE), code)
     assert done.returncode == 0, done.stderr
 
@@ -46,7 +46,7 @@ def test_dropout_on_a_device(reentrant: bool) -> None:
     """The generators of the device share their state, as those of the proof do."""
     for root, right in ((patched(RELEASE, PAGE), True), (pristine(RELEASE), False)):
         call = f"test.check_device({reentrant}, {right})"
-        code = f"from tests.upstream_patches import test_{PAGE} as test\n{call}"
+        code = f"from tests.upstream_patches.te import test_{PAGE} as test\n{call}"
         done = python(root, code, fresh=True)
         assert done.returncode == 0, done.stderr
 
