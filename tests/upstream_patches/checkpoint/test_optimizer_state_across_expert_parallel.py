@@ -46,7 +46,7 @@ def answers() -> Any:
     )
     tree = patched("0.19.2", *pages)
     return in_a_tree.kept(
-        *("expert-layouts", tree, "upstream_patches.expert_layout_ranks", CHECKS),
+        *("expert-layouts", tree, "upstream_patches.checkpoint.expert_layout_ranks", CHECKS),
         before=in_a_tree.BEFORE,
     )
 

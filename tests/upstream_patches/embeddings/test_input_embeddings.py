@@ -30,7 +30,7 @@ CHECKS = (
 ASKED = (*CHECKS, "rows_without", "counted")
 
 
-MODULE = "upstream_patches.input_embedding_ranks"
+MODULE = "upstream_patches.embeddings.input_embedding_ranks"
 
 
 @cache

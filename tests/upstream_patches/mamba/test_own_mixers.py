@@ -22,7 +22,7 @@ CHECKS = (
 
 
 ASKED = (*CHECKS, "rows_without")
-MODULE = "upstream_patches.own_mixer_ranks"
+MODULE = "upstream_patches.mamba.own_mixer_ranks"
 
 
 @cache
