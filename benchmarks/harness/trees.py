@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cppmega.overlay import verbs
+from cppmega.page import PURPOSES
 from cppmega.rank import imported
 from cppmega.tree import links
 
@@ -35,9 +36,10 @@ def copy(site: Path, root: Path) -> None:
 def patch(
     root: Path, only: Sequence[str] = (), environment: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
-    """Apply pages to a copy: its version and overlay digest."""
+    """Apply these pages, or all of them, to a copy: its version and overlay digest."""
     session = verbs.Session(root)
-    outcome = verbs.apply(session, only=only, environment=environment)
+    kinds = () if only else PURPOSES
+    outcome = verbs.apply(session, only=only, kinds=kinds, environment=environment)
     assert outcome.ok, outcome.plan.failures
     return {"megatron-core": session.read_tree().version, "overlay": outcome.digest}
 

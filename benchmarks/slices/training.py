@@ -106,10 +106,11 @@ class Bench:
         root = self.work / "trees" / name
         if not root.is_dir():
             sides.copy(self.site, root)
-        only = [word for page in STARTS for word in ("--only", page)] if name == "stock" else []
+        starts = [word for page in STARTS for word in ("--only", page)]
+        chosen = starts if name == "stock" else ["--kind", "all"]
         command = [sys.executable, "-m", "cppmega.apply_patches", "--megatron", str(root)]
         subprocess.run(
-            [*command, *only, *options], check=True, env=environment(), stdout=sys.stderr
+            [*command, *chosen, *options], check=True, env=environment(), stdout=sys.stderr
         )
         return root
 
