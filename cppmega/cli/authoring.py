@@ -165,7 +165,7 @@ def pin(
     "--dir",
     "folder",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Folder of the page, such as upstream_patches/mtp, a subject of the catalogue (default: "
+    help="Folder of the page; in a checkout, one of the catalogue's subjects (default: "
     "upstream_patches of a checkout, else ./patches).",
 )
 @click.option(
