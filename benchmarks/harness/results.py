@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import date
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import filelock
 
 from benchmarks import RESULTS
 from cppmega.host.packages import version
-from cppmega.runs import json_file
+from cppmega.runs import json_file, plotting
 
 Page = str | Iterable[str]
+FOLDER = click.Path(path_type=Path)
 
 
 def out_option(default: Path | None = RESULTS) -> Callable[..., Any]:
     """`--out DIR`, the folder of the results."""
     return click.option(
         "--out",
-        type=click.Path(path_type=Path),
+        type=FOLDER,
         required=default is None,
         default=default,
         help="folder for the results",
@@ -37,28 +39,53 @@ def folder_option(name: str, about: str, required: bool = False) -> Callable[...
     return click.option(name, type=kind, required=required, help=about)
 
 
-FOLDER = click.Path(path_type=Path)
+class Places(NamedTuple):
+    """The folders of a benchmark that trains; `site` has a pristine megatron/, which is copied."""
+
+    site: Path
+    work: Path
+    out: Path
+    data: Path | None
+
+    def create(self) -> None:
+        """Create the folders that are written to."""
+        for folder in (self.work, self.out):
+            folder.mkdir(parents=True, exist_ok=True)
 
 
-def places(data: str, required: bool = True) -> Callable[[Any], Any]:
-    """`--site`, `--work`, `--out` and `--data` of a benchmark that trains.
+def places(data: str = "", required: bool = True) -> Callable[[Any], Any]:
+    """`--site`, `--work`, `--out` and `--data`, which the command is given as one `Places`.
 
     Args:
-        data: the help of `--data`.
+        data: the help of `--data`; without it, there is no such option.
         required: whether there must be a `--data`.
     """
 
     def decorated(command: Any) -> Any:
+        @functools.wraps(command)
+        def given(site: Path, work: Path, out: Path, data: Path | None = None, **named: Any) -> Any:
+            folders = site.resolve(), work.resolve(), out.resolve()
+            return command(Places(*folders, data and data.resolve()), **named)
+
         for name, about, must in (
-            ("--data", data, required),
+            *([("--data", data, required)] if data else []),
             ("--out", "Results, logs, profiles and curves.", True),
             ("--work", "Scratch: trees, checkpoints, datasets, indices.", True),
             ("--site", "Folder with a pristine megatron/.", True),
         ):
-            command = click.option(name, type=FOLDER, required=must, help=about)(command)
-        return command
+            given = click.option(name, type=FOLDER, required=must, help=about)(given)
+        return given
 
     return decorated
+
+
+def chosen(names: str | None, known: Iterable[str], what: str) -> list[str]:
+    """The names of `--only A,B`, or all that are known."""
+    every = list(known)
+    found = names.split(",") if names else every
+    if unknown := sorted(set(found) - set(every)):
+        raise click.BadParameter(f"{', '.join(unknown)}: the {what} are {', '.join(every)}")
+    return found
 
 
 def stack(*packages: str) -> dict[str, str]:
@@ -82,6 +109,16 @@ def facts(*packages: str) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name(),
         **{name: metadata.version(name) for name in packages},
     }
+
+
+def versions(stack: Mapping[str, Any], *names: str) -> str:
+    """`torch 2.11, triton 3.6`: these of a header, or all."""
+    return ", ".join(f"{name} {stack[name]}" for name in names or stack)
+
+
+def bullets(found: Mapping[str, Any]) -> Iterator[str]:
+    """A list of names and values."""
+    return (f"- {name}: {value}" for name, value in found.items())
 
 
 Columns = Iterable[str | tuple[str, str]]
@@ -113,41 +150,56 @@ def _line(cells: Iterable[str | None]) -> str:
     return "|" + "".join(" |" if cell is None else f" {cell} |" for cell in cells)
 
 
-def text_of(page: Page) -> str:
-    """A page as text, which ends in a newline."""
+def page(*blocks: Page) -> str:
+    """Texts and tables as one page, with an empty line between them; empty ones are left out."""
+    return "\n\n".join(filter(None, map(_text, blocks))) + "\n"
+
+
+def _text(page: Page) -> str:
     return page if isinstance(page, str) else "\n".join(page)
 
 
-def write(out: Path, name: str, report: Any, page: Page | None = None) -> None:
-    """Write NAME.json and, if there is a page, NAME.md into the folder, and print what was written.
+def save(out: Path, name: str, report: Any, page: Page | None = None) -> str:
+    """Write NAME.json and, if there is a page, NAME.md into the folder, which is created.
 
-    The folder is created. A benchmark that measures for long calls this after each case.
+    Returns:
+        The page, or else the JSON.
     """
     out.mkdir(parents=True, exist_ok=True)
     text = json.dumps(report, indent=1) + "\n"
     (out / f"{name}.json").write_text(text)
     if page is not None:
-        text = text_of(page)
+        text = _text(page)
         (out / f"{name}.md").write_text(text)
-    print(text, flush=True)
+    return text
 
 
-def earlier(out: Path, name: str, key: str) -> dict[str, Any]:
-    """What NAME.json of the folder has under a key; nothing if there is no such file."""
+def write(out: Path, name: str, report: Any, page: Page | None = None) -> None:
+    """Save a result and print it; a benchmark that measures for long does so after each case."""
+    print(save(out, name, report, page), flush=True)
+
+
+def read(out: Path, name: str) -> dict[str, Any]:
+    """NAME.json of the folder; empty if there is no such file."""
     file = out / f"{name}.json"
-    found: dict[str, Any] = json.loads(file.read_text()).get(key, {}) if file.is_file() else {}
+    found: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
     return found
 
 
-def shared(target: Path, key: str) -> dict[str, Any]:
-    """A result that several calls write together; with nothing under the key, if there is none."""
-    return json.loads(target.read_text()) if target.is_file() else {key: {}}
+@contextlib.contextmanager
+def changing(out: Path, name: str) -> Iterator[dict[str, Any]]:
+    """What `read` returns, to be changed and written while no other call does the same."""
+    with filelock.FileLock(out / f"{name}.lock"):
+        result = read(out, name)
+        yield result
+        json_file.write(out / f"{name}.json", result)
 
 
 @contextlib.contextmanager
-def changing(target: Path, key: str) -> Iterator[dict[str, Any]]:
-    """What `shared` returns, to be changed and written while no other call does the same."""
-    with filelock.FileLock(target.with_suffix(".lock")):
-        result = shared(target, key)
-        yield result
-        json_file.write(target, result)
+def drawing(target: Path, rows: int, columns: int, **options: Any) -> Iterator[Any]:
+    """The panels of a figure, `[rows][columns]`, which is then written."""
+    options = {"figsize": (5.5 * columns, 4.0 * rows), **options}
+    figure, panels = plotting.pyplot().subplots(rows, columns, squeeze=False, **options)
+    yield panels
+    figure.tight_layout()
+    plotting.write(figure, target, target.stem, [])

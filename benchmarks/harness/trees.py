@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import click
+
+from benchmarks import REPOSITORY
+from benchmarks.harness import results
 from cppmega.overlay import verbs
 from cppmega.page import PURPOSES
 from cppmega.rank import imported
@@ -31,6 +36,40 @@ def copy(site: Path, root: Path) -> None:
         shutil.copytree(info, root / info.name)
     for folder in (*site.glob(BESIDE), *site.glob(f"{BESIDE}*.dist-info")):
         links.link(folder, root / folder.name)
+
+
+def environment(*first: Path) -> dict[str, str]:
+    """This environment, with the repository and then these folders first in PYTHONPATH."""
+    folders = (str(REPOSITORY), *map(str, first), os.environ.get("PYTHONPATH"))
+    path = os.pathsep.join(filter(None, folders))  # an empty entry would be the current folder
+    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+
+
+def apply(root: Path, *options: str) -> None:
+    """Apply the pages that these options choose, in a process of its own."""
+    command = [sys.executable, "-m", "cppmega.apply_patches", "--megatron", str(root), *options]
+    subprocess.run(command, check=True, env=environment(), stdout=sys.stderr)
+
+
+def made(site: Path, root: Path, *options: str) -> Path:
+    """A copy, made once, with the pages that these options choose."""
+    if not root.is_dir():
+        copy(site, root)
+    apply(root, *options)
+    return root
+
+
+def only(pages: Sequence[str]) -> Iterator[str]:
+    """The options that choose these pages and no others."""
+    return (word for page in pages for word in ("--only", page))
+
+
+def applied(root: Path) -> tuple[str, ...]:
+    """The pages that are in the code of a tree."""
+    command = [sys.executable, "-m", "cppmega", "status", "--megatron", str(root), "--json"]
+    done = subprocess.run(command, check=True, env=environment(), capture_output=True)
+    patches = json.loads(done.stdout)["patches"]
+    return tuple(one["name"] for one in patches if one["state"] in ("applied", "armed"))
 
 
 def patch(
@@ -67,6 +106,35 @@ def stock_and_patched(
         for root in roots.values():
             copy(megatron, root)
         yield roots, patch(roots["patched"], only, environment)
+
+
+def with_worker(worker: Callable[[], Any]) -> Callable[[Any], Any]:
+    """`--megatron` and `--out` of a command whose trees are each run by a process: see `answer`.
+
+    Args:
+        worker: what such a process does; it returns what is printed as JSON.
+    """
+
+    def decorated(command: Any) -> Any:
+        @functools.wraps(command)
+        def started(megatron: Path | None, out: Path, tree: Path | None) -> None:
+            if tree is not None:
+                imported.only_from(tree)
+                print(json.dumps(worker()), flush=True)
+                os._exit(0)  # NCCL's threads, or a broken CUDA context, might hang at exit
+            if megatron is None:
+                raise click.UsageError("Missing option '--megatron'.")
+            command(megatron, out)
+
+        for option in (
+            click.option("--worker", "tree", type=results.FOLDER, hidden=True),
+            results.out_option(),
+            results.folder_option("--megatron", "a pristine megatron/"),
+        ):
+            started = option(started)
+        return started
+
+    return decorated
 
 
 def answer(module: str, root: Path, timeout: float, **variables: str) -> tuple[Any, str]:

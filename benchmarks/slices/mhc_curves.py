@@ -1,7 +1,7 @@
 """The small models of `mhc_training.py`, trained in a process of their own that runs one tree.
 
 All ways begin from one seed and see the same batches, in fp32, so that the same model trains on a
-CPU and on a GPU. Few batches are repeated, so that there is something to learn.
+CPU and on a GPU.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.slices import curves
 from cppmega.proof.small_models import arguments
 from tests.upstream_patches.mhc import mhc_models as models
 
 SIZES = {"width": 256, "length": 128, "batch": 4, "words": 512, "layers": 4}
 TINY = {"width": 8, "length": 4, "batch": 1, "words": 16, "layers": 1}
 """What Triton's interpreter can do in seconds."""
-STREAMS, BATCHES, RATE = 4, 4, 1e-3
+STREAMS = 4
 NUDGE = 2.0**-23
 """The distance of 1 to the next number in fp32."""
 
@@ -45,42 +46,15 @@ def main(way: str, steps: int, sizes: dict[str, int]) -> None:
         **{"init_method_std": 0.02, "num_attention_heads": sizes["width"] // 32 or 1},
         **{"enable_mhc_connections": True, "mhc_num_residual_streams": STREAMS, **WAYS[way]},
     }
-    made = {
-        "GPT": lambda: models.gpt(sizes["layers"], depths=sizes["layers"] // 4, **options),
-        "hybrid": lambda: models.hybrid(_pattern(sizes["layers"]), **options),
-    }
-    found = {name: trained(make(), steps, way == "nudged") for name, make in made.items()}
+    layers = sizes["layers"]
+    # Letters of the hybrid model; small ones have no MTP depth.
+    pattern = ("M*-M*-"[: max(layers, 2)]) + ("/*-" if layers > 2 else "")
+    found = {}
+    for name, make in {
+        "GPT": lambda: models.gpt(layers, depths=layers // 4, **options),
+        "hybrid": lambda: models.hybrid(pattern, **options),
+    }.items():
+        model, nudge = make(), NUDGE if way == "nudged" else 0.0
+        given = [arguments(model, **models.batch(number)) for number in range(curves.BATCHES)]
+        found[name] = curves.trained(model, given.__getitem__, steps, nudge)
     print(json.dumps(found))
-
-
-def _pattern(layers: int) -> str:
-    """Letters of the hybrid model; small ones have no MTP depth."""
-    return ("M*-M*-"[: max(layers, 2)]) + ("/*-" if layers > 2 else "")
-
-
-def trained(model: Any, steps: int, nudged: bool) -> dict[str, list[float]]:
-    """Losses and gradient norms of a few steps of Adam.
-
-    Args:
-        model: from the seed of all ways.
-        steps: their number.
-        nudged: every weight begins one rounding away.
-    """
-    if nudged:
-        drawn = torch.Generator().manual_seed(3)
-        with torch.no_grad():
-            for p in model.parameters():
-                sign = torch.randint(2, p.shape, generator=drawn).to(p) * 2 - 1
-                p.mul_(1 + NUDGE * sign)
-    optimizer = torch.optim.Adam(model.parameters(), RATE)
-    found: dict[str, list[float]] = {"loss": [], "grad norm": []}
-    for step in range(steps):
-        optimizer.zero_grad()
-        batch = models.batch(step % BATCHES)
-        value = model(**arguments(model, **batch)).float().mean()
-        value.backward()
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        found["loss"].append(value.item())
-        found["grad norm"].append(torch.nn.utils.get_total_norm(gradients).item())
-        optimizer.step()
-    return found

@@ -2,6 +2,7 @@
 
     python -m benchmarks.slices.mhc_training --site SITE --work SCRATCH --out DIR [--only PART,...]
 
+\b
     small   50 steps of a small GPT and a small hybrid in fp32: by the reference on the CPU and
             twice on the GPU, once more from weights that are each one rounding away, and by the
             kernels, also recomputed (`mhc_curves.py`)
@@ -22,11 +23,11 @@ copied and never changed.
 
 from __future__ import annotations
 
-import json
+import math
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -35,17 +36,19 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.harness import results
-from benchmarks.harness import trees as sides
+from benchmarks.harness import results, trees
+from benchmarks.harness import runs as training_runs
 from benchmarks.harness.gpu import card
-from benchmarks.slices.mhc_training_report import draw, table
-from benchmarks.slices.report import headline, measured, steps_of
-from benchmarks.slices.report import table as of_recipe
-from benchmarks.slices.training import Bench, header, prepare, said
-from benchmarks.slices.turns import apply
+from benchmarks.harness.results import Places
+from benchmarks.harness.runs import Bench, header, prepare, said
+from benchmarks.slices import report as recipe_report
+from benchmarks.slices.curves import Curves, judged
+from benchmarks.slices.report import measured, steps_of
+from benchmarks.slices.turns import FACTOR
 from cppmega.host.packages import version
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe import memory
+from cppmega.recipe.memory import GIB
 
 PAGES = ("mhc_connections", "float16_keep_fp32")
 """Of the small models, beside which no other page may bend a curve."""
@@ -84,6 +87,14 @@ LABELS = {
     "dev": ("step",),
 }
 """Part -> its runs, in their order."""
+REFERENCES = ("reference on the CPU", "reference", "again", "nudged")
+"""Runs of plain torch, whose largest difference is the noise."""
+STREAMS, MOST = 4, 1.1
+"""Streams of the recipes, and what recomputation may keep above them."""
+SHARE = 0.4
+"""Of the time that dev's kernels add to a step: what ours may add."""
+BLOCKS = {"recomputed": None, "recomputed by 2": 2}
+"""Layers of a recomputed block; None: all."""
 
 
 @dataclass
@@ -103,15 +114,13 @@ class Training:
     def __post_init__(self) -> None:
         has_gpu = torch.cuda.is_available()
         self.device = torch.cuda.get_device_name() if has_gpu else "CPU"
-        self.stem = self.out / f"mhc_training_{card(self.device)}"
+        self.name = f"mhc_training_{card(self.device)}"
         self.taken: dict[str, list[float]] = {}
         self.call = datetime.now(UTC).isoformat(timespec="minutes")
         """When this call began: hosts differ, so times of two calls have no ratio."""
-        file = self.stem.with_suffix(".json")
-        kept = json.loads(file.read_text()) if file.is_file() and not self.again else {}
         self.report: dict[str, Any] = {
             **{part: {} for part in LABELS},
-            **kept,
+            **({} if self.again else results.read(self.out, self.name)),
             **{"benchmark": "mhc_training", "date": date.today().isoformat()},
             **{"device": self.device, "torch": torch.__version__, "triton": version("triton")},
             "megatron-core": version("megatron-core"),
@@ -123,35 +132,38 @@ class Training:
             return {"small": ON_CPU}
         return {part: runs for part, runs in LABELS.items() if part != "dev" or self.dev}
 
+    def left(self) -> float:
+        """Seconds until the end of the call."""
+        return max(1.0, self.deadline - time.monotonic())
+
     def part(self, name: str) -> None:
         """Run what is left of a part, and write after each run."""
-        runs: dict[str, Callable[[str], dict[str, Any]]] = {"small": self.small, "dev": self.step}
-        run = runs.get(name) or (lambda label: self.trained(name, label))
         for label in self.wanted().get(name, ()):
             if label in self.report[name]:
                 continue
-            left = self.deadline - time.monotonic()
             taken = self.taken.setdefault(name, [])
-            if left < 1.2 * max(taken, default=_FIRST_GUESS[name]):
-                print(f"{name} {label}: {left:.0f} s are left, not started", file=sys.stderr)
+            if self.left() < 1.2 * max(taken, default=_FIRST_GUESS[name]):
+                print(f"{name} {label}: {self.left():.0f} s are left, not started", file=sys.stderr)
                 return
             print(f"{name}: {label}", file=sys.stderr, flush=True)
             started = time.monotonic()
-            self.report[name][label] = {**run(label), "call": self.call, **self.beside(name)}
+            if name in RUNS:
+                found = self.trained(name, label)
+            else:
+                found = self.small(label) if name == "small" else self.step(label)
+            self.report[name][label] = {**found, "call": self.call, **self.beside(name)}
             taken.append(time.monotonic() - started)
             self.write()
 
-    def beside(self, part: str) -> dict[str, float]:
-        """The step without streams of this call, whose ratio stays when that run is repeated."""
-        base = self.report[part].get("without", {})
-        if base.get("call") != self.call or "milliseconds" not in base:
-            return {}
-        return {"milliseconds_without": base["milliseconds"]}
+    def beside(self, name: str) -> dict[str, float]:
+        """The time without streams in the same call."""
+        base = self.report[name].get("without", {})
+        here = base.get("call") == self.call and "milliseconds" in base
+        return {"milliseconds_without": base["milliseconds"]} if here else {}
 
     def small(self, label: str) -> dict[str, Any]:
         """The curves of both small models, trained one way."""
         way, device = SMALL[label]
-        root = self.tree("small", self.site, PAGES)
         sizes = "TINY" if self.device == "CPU" else "SIZES"
         code = "from benchmarks.slices import mhc_curves as c\n"
         code += f"c.main({way!r}, {self.steps}, c.{sizes})"
@@ -161,103 +173,199 @@ class Training:
         if device == "cpu":
             # With more threads than idle cores, each small product would wait for the last one.
             variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "2"}
-        return self.said(f"small {label}", root, code, variables)
+        return self.said(f"small {label}", "small", self.site, PAGES, code, variables)
 
     def step(self, label: str) -> dict[str, Any]:
         """A step of the GPT of dev by each implementation."""
         assert self.dev is not None
-        root = self.tree("dev", self.dev, ("mhc_fused_kernels",))
         code = "from benchmarks.slices import mhc_dev_step as s\ns.main()"
-        return self.said(f"dev {label}", root, code, {})
-
-    def tree(self, name: str, pristine: Path, pages: Sequence[str]) -> Path:
-        """A copy of a pristine Megatron with these pages alone."""
-        root = self.work / "trees" / name
-        if not root.is_dir():
-            sides.copy(pristine, root)
-            apply(root, pages)
-        return root
+        return self.said(f"dev {label}", "dev", self.dev, ("mhc_fused_kernels",), code, {})
 
     def said(
-        self, label: str, root: Path, code: str, variables: Mapping[str, str]
+        self,
+        label: str,
+        tree: str,
+        pristine: Path,
+        pages: tuple[str, ...],
+        code: str,
+        variables: Mapping[str, str],
     ) -> dict[str, Any]:
-        """What code prints as JSON, in a process that runs a tree."""
+        """What code prints as JSON, in a process that runs a tree with these pages alone."""
+        root = trees.made(pristine, self.work / "trees" / tree, *trees.only(pages))
         log = self.out / f"{label.replace(' ', '-')}.log"
-        return said(root, code, variables, log, max(1.0, self.deadline - time.monotonic()))
+        return said(root, code, variables, log, self.left())
 
     def trained(self, part: str, label: str) -> dict[str, Any]:
         """A recipe's run with some changes, measured; out of memory is a result, too."""
         changes = (*RUNS[part][label], f"train_iters={self.steps}")
         recipe = recipes_index.load(RECIPES[part])
-        data = self.data or prepare(self.work / "data" / "corpus", (), self.site)
-        left = max(1.0, self.deadline - time.monotonic())
-        bench = Bench(recipe, changes, self.site, self.work, self.out, data.resolve(), left)
+        data = self.data or prepare(self.work / "data" / "corpus", self.site)
+        bench = Bench(recipe, changes, self.site, self.work, self.out, data, self.left())
         file = f"{part}-{label.replace(' ', '-')}"
-        bench.clear(file)
-        try:
-            bench.wait(file, bench.start(file, bench.tree("overlay")))
-        except MemoryError:
+        rows = training_runs.trained(bench, file, bench.tree("overlay"))
+        if rows is None:
             return {"out_of_memory": True}
-        rows = bench.rows(file)
+        steps = steps_of(rows)
         changed = recipes_index.with_text(recipe, changes)
         tokens = changed.micro_batch_size * changed.seq_length
-        facts = {"facts": header(bench)} if label == "ours" else {}
         return {
-            **facts,
-            **{k: v for k, v in measured(rows).items() if k not in ("curve", "mtp")},
-            **_curves(rows),
-            "peak_bytes": max(row["peak_gib"] for row in steps_of(rows)) * memory.GIB,
+            **({"facts": header(bench)} if label == "ours" else {}),
+            **recipe_report.without_curves(measured(rows)),
+            "loss": [row["loss"] for row in steps],
+            "grad norm": [row["grad_norm"] for row in steps],
+            "peak_bytes": max(row["peak_gib"] for row in steps) * GIB,
             "states_bytes": memory.estimate(changed).states,
             "stream_bytes": 2 * tokens * changed.hidden_size,
             "layers": changed.num_layers or len(changed.layout.main),
         }
 
-    def write(self) -> None:
-        """Write what there is."""
-        self.stem.with_suffix(".json").write_text(json.dumps(self.report, indent=1) + "\n")
-        self.stem.with_suffix(".md").write_text("\n".join(self.lines()) + "\n")
+    def write(self) -> str:
+        """Write what there is; the page."""
         for part, recipe in RECIPES.items():
             if "facts" in (run := self.report[part].get("ours", {})):
                 self.write_recipe(recipe, run)
-
-    def write_recipe(self, recipe: str, run: dict[str, Any]) -> None:
-        """Write a run of a recipe as `slices/training.py` writes a recipe's result."""
-        kept = {key: value for key, value in run.items() if key in OF_RECIPE}
-        log = self.stem.with_suffix(".json").name
-        result = {
-            **run["facts"],
-            "benchmark": "mhc_training",
-            "log": log,
-            "runs": {"overlay": kept},
-        }
-        result["headline"] = headline(result)
-        target = self.out / f"{recipe}.json"
-        target.write_text(json.dumps(result, indent=1) + "\n")
-        target.with_suffix(".md").write_text(of_recipe(result))
-
-    def lines(self) -> Iterator[str]:
-        """The report, and what of it was not run."""
         missing = [
             f"{part}, {label}"
             for part, labels in LABELS.items()
             for label in labels
             if label not in self.report[part]
         ]
-        yield from table(self.report)
-        if missing:
-            yield from ("", f"Not run: {'; '.join(missing)}.")
+        page = "\n".join(table(self.report)) + "\n"
+        page += f"\nNot run: {'; '.join(missing)}.\n" if missing else ""
+        return results.save(self.out, self.name, self.report, page)
+
+    def write_recipe(self, recipe: str, run: dict[str, Any]) -> None:
+        """Write a run of a recipe as `slices/training.py` writes a recipe's result."""
+        kept = {key: value for key, value in run.items() if key in OF_RECIPE}
+        facts = {**run["facts"], "benchmark": "mhc_training", "log": f"{self.name}.json"}
+        recipe_report.save(self.out, recipe, {**facts, "runs": {"overlay": kept}})
 
 
-def _curves(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """Loss and gradient norm by step, as those of the small models."""
-    steps = steps_of(rows)
-    return {
-        "loss": [row["loss"] for row in steps],
-        "grad norm": [row["grad_norm"] for row in steps],
+def table(report: Mapping[str, Any]) -> Iterator[str]:
+    """The report as Markdown."""
+    stack = results.versions(report, "torch", "triton", "megatron-core")
+    yield "# Hyper-connections in training: kernels and reference"
+    yield ""
+    yield f"Written by `benchmarks/mhc_training.py`, {report['date']}: {report['device']}, {stack}."
+    yield ""
+    yield (
+        f"A curve is within the noise where it is not further from the nearest reference than "
+        f"{FACTOR:g} times the largest difference of any two references, or than one rounding."
+    )
+    for model in ("GPT", "hybrid"):
+        runs = {run: found[model] for run, found in report["small"].items()}
+        if runs:
+            yield from ("", f"## A small {model}, fp32", "", *_curves(runs))
+    for part, title in {
+        "gpt": "A GPT of 8 layers, C 4096, 4 streams, bf16",
+        "slice": "The fused NAM56R slice with 4 streams, bf16",
+    }.items():
+        if runs := report[part]:
+            yield from ("", f"## {title}", "", *_speed(runs), "", *_curves(with_streams(runs)))
+    for step in report.get("dev", {}).values():
+        title = "## The GPT in Megatron's branch dev, 4 streams, bf16"
+        yield from ("", title, "", *in_dev(step))
+
+
+def with_streams(runs: Mapping[str, Any]) -> dict[str, Any]:
+    """The runs that have a curve of the model with streams."""
+    return {name: run for name, run in runs.items() if name != "without" and "loss" in run}
+
+
+def _curves(runs: Mapping[str, Curves]) -> Iterator[str]:
+    steps = min((len(run["loss"]) for run in runs.values()), default=0)
+    if sum(name in runs for name in REFERENCES) < 2:
+        yield "Curves: fewer than two references have a result, so there is no noise to judge by."
+        return
+    columns = [f"{steps} steps", "loss, first", "last", "noise", "from the nearest reference"]
+    yield from results.table([*columns, "verdict"], judged(runs, REFERENCES, ".6g"))
+
+
+def _speed(runs: Mapping[str, Any]) -> Iterator[str]:
+    """Milliseconds of a step and peak memory, and what the streams add to both."""
+    base = runs.get("without", {})
+    columns = ["run", "step, ms", "more than without", "tokens/s", "peak memory, GiB"]
+    rows = ([name, *_cost(name, run, base)] for name, run in runs.items())
+    yield from results.table([*columns, "more than without"], rows)
+    for name, together in BLOCKS.items():
+        if "peak_bytes" in runs.get(name, {}) and "peak_bytes" in base:
+            yield from ("", kept(name, runs[name], base, together))
+
+
+def _cost(name: str, run: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
+    if "out_of_memory" in run:
+        return ["", "", "", "out of memory", ""]
+    more = ["", ""]
+    if name != "without" and "milliseconds" in base:
+        # Hosts differ: a time is compared with that of its own call.
+        time = run["milliseconds"] / run.get("milliseconds_without", math.nan) - 1
+        memory = (run["peak_bytes"] - base["peak_bytes"]) / GIB
+        more = ["another call" if math.isnan(time) else f"{time:+.1%}", f"{memory:+.2f}"]
+    rate, peak = f"{run['tokens_per_second']:.0f}", f"{run['peak_bytes'] / GIB:.2f}"
+    return [f"{run['milliseconds']:.1f}", more[0], rate, peak, more[1]]
+
+
+def in_dev(step: Mapping[str, Any]) -> Iterator[str]:
+    """A step without streams, by dev's kernels and by ours, and the target."""
+    runs = {name: step[name] for name in ("without", "dev", "ours")}
+    extra = {x: run["milliseconds"] - step["without"]["milliseconds"] for x, run in runs.items()}
+    columns = [("forward + backward, ms", ".1f"), ("more than without", ".1f")]
+    yield from results.table(
+        ["kernels", *columns, ("peak memory, GiB", ".2f"), ("loss", ".4f")],
+        (
+            [name, run["milliseconds"], extra[name], run["peak_bytes"] / GIB, run["loss"]]
+            for name, run in runs.items()
+        ),
+    )
+    share = extra["ours"] / extra["dev"]
+    yield ""
+    yield (
+        f"The streams take {share:.0%} of the time that they take with dev's kernels "
+        f"({step['backends']}); the target of {SHARE:.0%} is "
+        f"{'met' if share <= SHARE else 'missed'}."
+    )
+
+
+def kept(name: str, run: Mapping[str, Any], base: Mapping[str, Any], together: int | None) -> str:
+    """What a recomputed run keeps above the model without streams, and the target."""
+    states = run["states_bytes"] - base["states_bytes"]
+    extra = run["peak_bytes"] - base["peak_bytes"] - states
+    blocks = -(-run["layers"] // (together or run["layers"]))
+    streams = blocks * STREAMS * run["stream_bytes"]
+    met = "met" if extra <= MOST * streams else "missed"
+    return (
+        f"{name}: {extra / GIB:.3f} GiB more than without, apart from {states / GIB:.3f} GiB of "
+        f"parameters and their states (by their number); {blocks} times {STREAMS} streams are "
+        f"{streams / GIB:.3f} GiB: {extra / streams:.2f} times them; the target of {MOST} is {met}."
+    )
+
+
+def draw(report: Mapping[str, Any], target: Path) -> None:
+    """Draw the losses of all runs, and how far each is from the first reference."""
+    groups = {
+        f"small {model}": {run: found[model] for run, found in report["small"].items()}
+        for model in ("GPT", "hybrid")
     }
+    groups["GPT, C 4096"] = with_streams(report["gpt"])
+    shown = {title: runs for title, runs in groups.items() if runs}
+    if not shown:
+        return
+    with results.drawing(target, 2, len(shown)) as panels:
+        for losses, gaps, (title, runs) in zip(*panels, shown.items(), strict=True):
+            first = next((runs[name] for name in REFERENCES if name in runs), None)
+            for number, (name, run) in enumerate(runs.items()):
+                steps, color = range(1, len(run["loss"]) + 1), f"C{number}"
+                losses.plot(steps, run["loss"], color, label=name)
+                if first is not None and run is not first:
+                    apart = [abs(a - b) for a, b in zip(run["loss"], first["loss"], strict=False)]
+                    gaps.plot(steps[: len(apart)], apart, color)
+            losses.set(title=title, ylabel="loss, nats")
+            losses.legend(fontsize="small")
+            gaps.set(xlabel="step", ylabel="from the first reference")
+            gaps.set_yscale("symlog", linthresh=1e-7)
 
 
-@click.command()
+@click.command(help=__doc__)
 @results.places("Prepared dataset [Python's own sources].", required=False)
 @click.option("--dev", type=results.FOLDER, help="Pristine checkout of Megatron's branch dev.")
 @click.option("--only", help=f"Parts, in this order [{','.join(LABELS)}].")
@@ -265,26 +373,13 @@ def _curves(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
 @click.option("--steps", default=50, show_default=True, help="Of every run.")
 @click.option("--again", is_flag=True, help="Repeat the runs that have a result.")
 def main(
-    site: Path,
-    work: Path,
-    out: Path,
-    data: Path | None,
-    dev: Path | None,
-    only: str | None,
-    minutes: float,
-    steps: int,
-    again: bool,
+    places: Places, dev: Path | None, only: str | None, minutes: float, steps: int, again: bool
 ) -> None:
     """Run what is left of the parts, and print the report."""
     deadline = time.monotonic() + 60 * minutes
-    chosen = only.split(",") if only else list(LABELS)
-    unknown = sorted(set(chosen) - set(LABELS))
-    if unknown:
-        raise click.BadParameter(f"{', '.join(unknown)}: the parts are {', '.join(LABELS)}")
-    for folder in (work, out):
-        folder.mkdir(parents=True, exist_ok=True)
-    folders = (site.resolve(), work.resolve(), out.resolve())
-    training = Training(*folders, data, steps, deadline, again, dev and dev.resolve())
+    chosen = results.chosen(only, LABELS, "parts")
+    places.create()
+    training = Training(*places, steps, deadline, again, dev and dev.resolve())
     failed = False
     for name in chosen:
         try:
@@ -292,9 +387,9 @@ def main(
         except (click.ClickException, subprocess.TimeoutExpired) as error:
             failed = True  # the other parts may still have their time
             print(f"{name}: {error}", file=sys.stderr)
-    training.write()
-    draw(training.report, training.stem.with_suffix(".png"))
-    print("\n".join(training.lines()))
+    page = training.write()
+    draw(training.report, places.out / f"{training.name}.png")
+    print(page)
     sys.exit(int(failed))
 
 

@@ -19,7 +19,6 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,20 +26,16 @@ from typing import Any, NamedTuple
 import click
 import torch
 
-from benchmarks.harness import results
-from benchmarks.harness import trees as sides
+from benchmarks.harness import results, runs, trees
 from benchmarks.harness.gpu import card
-from benchmarks.slices.mhc_training_report import verdict
-from benchmarks.slices.training import environment, said
-from benchmarks.slices.turns import apply
-from benchmarks.slices.turns_report import FACTOR
+from benchmarks.slices import curves
+from benchmarks.slices.curves import FACTOR
 from cppmega.features import environment_sizes
 from cppmega.features.embeddings import layer as input_embeddings
 from cppmega.features.embeddings import sizes as input_embedding_sizes
 from cppmega.features.mixers import sizes as mixer_sizes
 from cppmega.host import env
 from cppmega.proof import cpu_shims, small_models
-from cppmega.runs import plotting
 
 
 class Model(NamedTuple):
@@ -65,7 +60,7 @@ MODELS = {
         },
     ),
 }
-WIDTH, LENGTH, BATCH, BATCHES, RATE = 128, 72, 2, 4, 1e-3
+WIDTH, LENGTH, BATCH = 128, 72, 2
 WAYS = ("reference", "nudged", "kernels")
 NUDGE = 2.0**-8
 """The distance of 1 to the next number in bf16."""
@@ -92,28 +87,8 @@ def trained(name: str, way: str, steps: int) -> None:
         params_dtype=torch.bfloat16,
     )
     model = model.bfloat16().to(device)
-    parameters = list(model.parameters())
-    copies = [p.detach().float().cpu() for p in parameters]
-    if way == "nudged":
-        drawn = torch.Generator().manual_seed(3)
-        for each in copies:
-            each *= 1 + NUDGE * (torch.randint(2, each.shape, generator=drawn) * 2 - 1)
-    optimizer = torch.optim.Adam(copies, RATE)
-    found: dict[str, list[float]] = {"loss": [], "grad norm": []}
-    for step in range(steps):
-        with torch.no_grad():
-            for parameter, copy in zip(parameters, copies, strict=True):
-                parameter.copy_(copy)
-                parameter.grad = None
-        value = model(**batch(step % BATCHES, device)).float().mean()
-        value.backward()
-        for parameter, copy in zip(parameters, copies, strict=True):
-            assert parameter.grad is not None, "a parameter has no gradient"
-            copy.grad = parameter.grad.float().cpu()
-        found["loss"].append(value.item())
-        found["grad norm"].append(float(torch.nn.utils.get_total_norm([c.grad for c in copies])))
-        optimizer.step()
-    print(json.dumps(found))
+    nudge = NUDGE if way == "nudged" else 0.0
+    print(json.dumps(curves.trained(model, lambda n: batch(n, device), steps, nudge, True)))
 
 
 def batch(seed: int, device: str) -> dict[str, torch.Tensor]:
@@ -130,84 +105,62 @@ def batch(seed: int, device: str) -> dict[str, torch.Tensor]:
     }
 
 
-def curves(model: str, way: str, steps: int, root: Path, log: Path) -> dict[str, list[float]]:
+def run(model: str, way: str, steps: int, root: Path, log: Path) -> dict[str, list[float]]:
     """The curves of a run in a process of its own."""
     code = (
         f"from benchmarks.slices import mixer_curves as c\nc.trained({model!r}, {way!r}, {steps})"
     )
-    variables = environment()
-    variables |= {
-        each: environment_sizes.text(sizes) for each, sizes in MODELS[model].sizes.items()
-    }
+    sizes = MODELS[model].sizes
+    variables = {each: environment_sizes.text(size) for each, size in sizes.items()}
     if way != "kernels":
         variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # tensors are small
-    return said(root, code, variables, log)
+    return runs.said(root, code, variables, log)
 
 
-def table(report: dict[str, Any]) -> Iterator[str]:
+def table(report: dict[str, Any]) -> str:
     """The report as Markdown."""
-    versions = ", ".join(f"{name} {value}" for name, value in report["stack"].items())
-    yield "# Mixers in training: kernels and reference"
-    yield ""
-    yield f"Written by `benchmarks/mixer_curves.py`: {versions}."
-    yield ""
-    yield (
+    blocks: list[results.Page] = [
+        "# Mixers in training: kernels and reference",
+        f"Written by `benchmarks/mixer_curves.py`: {results.versions(report['stack'])}.",
         f"Models of width {WIDTH}, {BATCH} x {LENGTH} tokens, bf16. The noise is the "
         f"largest distance of two runs by plain torch on the CPU, the second from weights one "
-        f"rounding away; a curve is within it up to {FACTOR:g} times."
-    )
-    for model, runs in report["runs"].items():
-        yield from ("", f"## {model}, {MODELS[model].pattern}", "")
-        columns = ["run", "first", "last", "noise", "from the nearest reference", "verdict"]
-        yield from results.table(columns, _cells(runs))
-    yield ""
-
-
-def _cells(runs: dict[str, Any]) -> Iterator[list[str]]:
-    for way, run in runs.items():
-        for what, curve in run.items():
-            judged = ["", "", "reference"]
-            if way == "kernels":
-                judged = verdict(curve, [runs[name][what] for name in WAYS[:2]])
-            yield [f"{way}, {what}", f"{curve[0]:.5g}", f"{curve[-1]:.5g}", *judged]
+        f"rounding away; a curve is within it up to {FACTOR:g} times.",
+    ]
+    columns = ["run", "first", "last", "noise", "from the nearest reference", "verdict"]
+    for model, found in report["runs"].items():
+        blocks.append(f"## {model}, {MODELS[model].pattern}")
+        blocks.append(results.table(columns, curves.judged(found, WAYS[:2], ".5g")))
+    return results.page(*blocks)
 
 
 def draw(report: dict[str, Any], file: Path) -> None:
     """Losses by step, a panel for each model."""
-    pyplot = plotting.pyplot()
-    figure, panels = pyplot.subplots(1, len(report["runs"]), squeeze=False, figsize=(10, 4))
-    for panel, (model, runs) in zip(panels[0], report["runs"].items(), strict=True):
-        for way, run in runs.items():
-            panel.plot(range(1, len(run["loss"]) + 1), run["loss"], label=way)
-        panel.set(title=model, xlabel="step", ylabel="loss")
-        panel.legend()
-    figure.tight_layout()
-    figure.savefig(file, dpi=110)
+    with results.drawing(file, 1, len(report["runs"])) as (panels,):
+        for panel, (model, found) in zip(panels, report["runs"].items(), strict=True):
+            for way, curve in found.items():
+                panel.plot(range(1, len(curve["loss"]) + 1), curve["loss"], label=way)
+            panel.set(title=model, xlabel="step", ylabel="loss")
+            panel.legend()
 
 
-@click.command()
-@click.option("--site", type=click.Path(path_type=Path), required=True)
-@click.option("--work", type=click.Path(path_type=Path), required=True)
+@click.command(help=__doc__)
+@click.option("--site", type=results.FOLDER, required=True)
+@click.option("--work", type=results.FOLDER, required=True)
 @results.out_option()
 @click.option("--steps", default=50, show_default=True)
 @click.option("--only", type=click.Choice([*MODELS]), help="Train only this model.")
 def main(site: Path, work: Path, out: Path, steps: int, only: str | None) -> None:
     """Train every model every way, and compare."""
-    for folder in (work, out):
-        folder.mkdir(parents=True, exist_ok=True)
-    root = work / "trees" / "mixer_curves"
-    if not root.is_dir():
-        sides.copy(site.resolve(), root)
-        apply(root, PAGES)
+    root = trees.made(site.resolve(), work / "trees" / "mixer_curves", *trees.only(PAGES))
     name = f"mixer_curves_{card()}"
     with_kernels = [m for m in MODELS if m != "SISO" or importlib.util.find_spec("mamba_ssm")]
-    report: dict[str, Any] = {"runs": results.earlier(out, name, "runs")}
+    report: dict[str, Any] = {"runs": results.read(out, name).get("runs", {})}
     report["stack"] = results.stack("triton", "megatron-core", "mamba-ssm")
     for model in [only] if only else with_kernels:
-        runs = report["runs"][model] = {}
+        found = report["runs"][model] = {}
         for way in WAYS:
             started = time.monotonic()
-            runs[way] = curves(model, way, steps, root, work / f"{model}-{way}.log")
+            found[way] = run(model, way, steps, root, work / f"{model}-{way}.log")
             print(f"{model}, {way}: {time.monotonic() - started:.0f} s", file=sys.stderr)
     results.write(out, name, report, table(report))
     draw(report, out / f"{name}.png")

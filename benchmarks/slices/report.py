@@ -1,18 +1,17 @@
-"""The report of `slices/training.py`: medians, the resumed curve, table, plot."""
+"""The result of a run that trains a recipe: medians, headline, table, curves."""
 
 from __future__ import annotations
 
 import json
 import math
 import statistics
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
-from benchmarks.harness import results
-from cppmega.host.wording import counted
+from benchmarks.harness import results, runs
+from benchmarks.harness.runs import Row
 
 WARM = 10
 """Steps left out of the medians."""
@@ -27,9 +26,20 @@ COLUMNS = {
     "tilelang": "with the overlay, TileLang",
     "linear": "and linear cross-entropy",
 }
+_ROWS = {
+    "overlay": "overlay digest",
+    "milliseconds": "step, ms",
+    "tokens_per_second": "tokens/s",
+    "tflops_per_gpu": "TFLOP/s per GPU, every layer counted",
+    "tflops_per_gpu_by_megatron": "TFLOP/s per GPU, as Megatron reports",
+    "peak_gib": "peak memory, GiB",
+    "graph_pool_gib": GRAPH_POOLS,
+    "first_loss": "first loss",
+    "last_loss": "last loss",
+}
 
 
-def measured(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def measured(rows: list[Row]) -> dict[str, Any]:
     """Curves of one run, and medians of its steps that were not profiled.
 
     Raises:
@@ -37,10 +47,7 @@ def measured(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """
     start = next(row for row in rows if "start" in row)
     steps = steps_of(rows)
-    if start["mock_data"] or any(row["mock_data"] for row in steps):
-        raise click.ClickException(
-            "the run trained on mock data, which must not appear in a result"
-        )
+    refuse_mock_data(rows)
     for row in steps:
         if not all(math.isfinite(row[key] or math.nan) for key in ("loss", "grad_norm")):
             raise click.ClickException(f"step {row['step']}: {row['loss']=} {row['grad_norm']=}")
@@ -65,31 +72,41 @@ def measured(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def steps_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def refuse_mock_data(rows: list[Row]) -> None:
+    """Raise a ClickException if a run did not train on text."""
+    if any(row.get("mock_data") for row in rows):
+        raise click.ClickException("the run saw mock data, which must not appear in a result")
+
+
+def steps_of(rows: list[Row]) -> list[Row]:
     """The rows of steps, without those of starts."""
     return [row for row in rows if "step" in row]
 
 
-def graph_pools(steps: list[dict[str, Any]]) -> dict[str, float]:
+def without_curves(run: dict[str, Any]) -> dict[str, Any]:
+    """A measured run without what it has for each step."""
+    return {key: value for key, value in run.items() if key not in ("curve", "mtp")}
+
+
+def graph_pools(steps: list[Row]) -> dict[str, float]:
     """The most that a run's CUDA graphs kept reserved, GiB; empty for a run without."""
     found = [row["graph_pool_gib"] for row in steps if row.get("graph_pool_gib") is not None]
     return {"graph_pool_gib": round(max(found), 2)} if found else {}
 
 
-def mtp(row: dict[str, Any]) -> list[float]:
+def mtp(row: Row) -> list[float]:
     """The MTP losses of a step, by depth."""
     return [value for key, value in sorted(row["losses"].items()) if key.startswith("mtp")]
 
 
-def losses(rows: list[dict[str, Any]]) -> dict[int, float]:
+def losses(rows: list[Row]) -> dict[int, float]:
     """The loss by step."""
     return {row["step"]: row["loss"] for row in steps_of(rows)}
 
 
 def apart(one: dict[int, float], other: dict[int, float]) -> float | None:
     """The largest difference of losses over the steps that both have; None without any."""
-    both = set(one) & set(other)
-    return max((abs(one[step] - other[step]) for step in both), default=None)
+    return max((abs(one[step] - other[step]) for step in one.keys() & other.keys()), default=None)
 
 
 def compared(
@@ -126,73 +143,67 @@ def headline(result: dict[str, Any]) -> str:
     return f"{result['gpus']} x {result['stack']['gpu']}: " + "; ".join(parts)
 
 
+def save(out: Path, name: str, result: dict[str, Any]) -> str:
+    """Write the result of a recipe; its page."""
+    result["headline"] = headline(result)
+    return results.save(out, name, result, table(result))
+
+
+def title(result: dict[str, Any]) -> str:
+    """The first line of a page: recipe, changes and date."""
+    changes = f" ({', '.join(result['changes'])})" if result["changes"] else ""
+    return f"# {result['recipe']}{changes}, {result['date']}"
+
+
 def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
-    return "\n".join(_table(result)) + "\n"
-
-
-def _table(result: dict[str, Any]) -> Iterator[str]:
-    stack = ", ".join(f"{name} {version}" for name, version in result["stack"].items())
-    changes = f" ({', '.join(result['changes'])})" if result["changes"] else ""
-    yield f"# {result['recipe']}{changes}, {result['date']}"
-    yield ""
-    yield f"{counted(result['gpus'], 'GPU')}; {stack}."
     data = result["data"]
-    yield f"Data {data['fingerprint']}: {data['documents']} documents, {data['tokens']} tokens."
-    yield ""
-    names = [name for name in COLUMNS if name in result["runs"]]
+    found = {name: result["runs"][name] for name in COLUMNS if name in result["runs"]}
     rows = (
-        ("overlay digest", "overlay"),
-        ("step, ms", "milliseconds"),
-        ("tokens/s", "tokens_per_second"),
-        ("TFLOP/s per GPU, every layer counted", "tflops_per_gpu"),
-        ("TFLOP/s per GPU, as Megatron reports", "tflops_per_gpu_by_megatron"),
-        ("peak memory, GiB", "peak_gib"),
-        (GRAPH_POOLS, "graph_pool_gib"),
-        ("first loss", "first_loss"),
-        ("last loss", "last_loss"),
+        [label, *(_cell(run, key) for run in found.values())]
+        for key, label in _ROWS.items()
+        if key == "tokens_per_second" or any(key in run for run in found.values())
     )
-    kept = (
-        [label, *(_cell(result["runs"][name], key) for name in names)]
-        for label, key in rows
-        if key == "tokens_per_second" or any(key in result["runs"][name] for name in names)
+    return results.page(
+        title(result),
+        f"{runs.on(result)}\n"
+        f"Data {data['fingerprint']}: {data['documents']} documents, {data['tokens']} tokens.",
+        results.table(["", *(COLUMNS[name] for name in found)], rows),
+        _resumed(**result["resume"]) if "resume" in result else "",
     )
-    yield from results.table(["", *(COLUMNS[name] for name in names)], kept)
-    if "resume" in result:
-        row = result["resume"]
-        yield ""
-        yield (
-            f"Killed after step {row['killed_after_step']}, resumed from step "
-            f"{row['resumed_from_step']}: over steps {row['compared_steps'][0]} to "
-            f"{row['compared_steps'][1]} the loss differs by at most "
-            f"{row['largest_difference']:.2e} (it spans {row['loss_span']:.2f}; before the kill "
-            f"the two differ by {row['unkilled_difference']:.2e}, the noise of equal runs)."
-        )
 
 
 def _cell(row: dict[str, Any], key: str) -> str:
     return str(row.get(key, "out of memory" if "out_of_memory" in row else ""))
 
 
+def _resumed(
+    *,
+    killed_after_step: int,
+    resumed_from_step: int,
+    compared_steps: list[int],
+    largest_difference: float,
+    unkilled_difference: float,
+    loss_span: float,
+) -> str:
+    return (
+        f"Killed after step {killed_after_step}, resumed from step {resumed_from_step}: over steps "
+        f"{compared_steps[0]} to {compared_steps[1]} the loss differs by at most "
+        f"{largest_difference:.2e} (it spans {loss_span:.2f}; before the kill the two differ by "
+        f"{unkilled_difference:.2e}, the noise of equal runs)."
+    )
+
+
 def draw(result: Path) -> Path:
     """Draw the curves of a result into a PNG next to it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    data = json.loads(result.read_text())
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
-    for name, row in data["runs"].items():
-        if "out_of_memory" in row:
-            continue
-        steps = [point[0] for point in row["curve"]]
-        left.plot(steps, [point[1] for point in row["curve"]], label=name)
-        right.plot(steps, [1000 * point[3] for point in row["curve"]], label=name)
-    left.set(xlabel="step", ylabel="loss, nats", title=f"{data['recipe']} on real data")
-    right.set(xlabel="step", ylabel="step, ms", yscale="log", title=data["stack"]["gpu"])
-    left.legend()
-    figure.tight_layout()
-    target = result.with_suffix(".png")
-    figure.savefig(target, dpi=120)
+    data, target = json.loads(result.read_text()), result.with_suffix(".png")
+    with results.drawing(target, 1, 2) as ((left, right),):
+        for name, row in data["runs"].items():
+            if "out_of_memory" not in row:
+                steps, losses, _, seconds = zip(*row["curve"], strict=True)
+                left.plot(steps, losses, label=name)
+                right.plot(steps, [1000 * each for each in seconds], label=name)
+        left.set(xlabel="step", ylabel="loss, nats", title=f"{data['recipe']} on real data")
+        right.set(xlabel="step", ylabel="step, ms", yscale="log", title=data["stack"]["gpu"])
+        left.legend()
     return target

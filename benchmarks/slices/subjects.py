@@ -1,4 +1,4 @@
-"""What `slice_turns.py` measures: subjects, and the configurations in which each is run."""
+"""What `turns.py` measures: subjects, and the configurations in which each is run."""
 
 from __future__ import annotations
 
@@ -8,25 +8,22 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is compared.
-
-    Attributes:
-        title: of the report.
-        name: of the files with the results.
-        pages: those that `before` lacks; empty: the sides differ only in their arguments.
-        curves: the pages that `ours` has in addition to those of stock in the curves.
-        targets: tokens/s of `after` over `before`, by part.
-        parts: what is run, in this order.
-        switches: variables of the environment in which patches are applied and runs are started.
-    """
+    """What is compared."""
 
     title: str
+    """Of the report."""
     name: str
-    pages: tuple[str, ...]
-    curves: tuple[str, ...]
-    targets: Mapping[str, float]
+    """Of the files with the results."""
+    pages: tuple[str, ...] = ()
+    """Those that `before` lacks; empty: the sides differ only in their arguments."""
+    curves: tuple[str, ...] = ()
+    """The pages that `ours` has in addition to those of stock in the curves."""
+    targets: Mapping[str, float] = field(default_factory=dict)
+    """tokens/s of `after` over `before`, by part."""
     parts: tuple[str, ...]
+    """What is run, in this order."""
     switches: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the environment in which patches are applied and runs are started."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +37,7 @@ class Part:
     """Arguments of single sides."""
     fields: tuple[tuple[str, str], ...] = ()
     """Changes to the recipe, for settings that an argument would contradict."""
-    turns: tuple[str, ...]
+    turns: tuple[str, ...] = ("before", "after", "after", "before")
     steps: int | None = None
     """Steps of a curve; None: what the caller asks for."""
     linear: bool = True
@@ -62,7 +59,7 @@ SUBJECTS = {
         title="The DSA indexer's kernels",
         name="dsa_indexer_slices_h200",
         pages=_INDEXER,
-        curves=("dsa_indexer_kernels", "dsa_indexer_prologue"),
+        curves=_INDEXER[:2],
         targets={"fused8": 1.25, "fused2": 1.4},
         parts=_KERNELS,
     ),
@@ -71,40 +68,30 @@ SUBJECTS = {
         name="dsa_attention_slices_h200",
         pages=_ATTENTION,
         curves=_ATTENTION,
-        targets={},
         parts=_KERNELS,
     ),
     "earlier": Subject(
         title="All of DSA's kernels and graphs against the overlay before them",
         name="dsa_earlier_slices_h200",
         pages=_INDEXER + _ATTENTION,
-        curves=(),
         targets={"earlier8": 1.45, "earlier2": 2.0},
         parts=("earlier8", "earlier2"),
     ),
     "graphs": Subject(
         title="CUDA graphs",
         name="dsa_graph_slices_h200",
-        pages=(),
-        curves=(),
         targets={"graphs2": 1.3, "graphs1": 1.3},
         parts=("graphs8", "graphs2", "graphs1", "curves_graphs"),
     ),
     "sharing": Subject(
         title="CUDA graphs of layers that share keys",
         name="dsa_sharing_graph_slices_h200",
-        pages=(),
-        curves=(),
-        targets={},
         parts=("curves_shared", "shared1"),
         switches={"CPPMEGA_INDEX_CACHE": "1"},
     ),
     "arguments": Subject(
         title="Megatron's own arguments",
         name="megatron_arguments_slices_h200",
-        pages=(),
-        curves=(),
-        targets={},
         parts=("fp8_gather8", "experts_wgrad8", "mla_down8"),
     ),
 }
@@ -112,37 +99,27 @@ _TILELANG = ("--dsa-kernel-backend", "tilelang")
 _SPARSE = ("--dsa-indexer-use-sparse-loss",)
 _FUSED = _TILELANG + _SPARSE
 _GRAPHS = ("--cuda-graph-impl", "local", "--cuda-graph-modules", "attn", "moe_router")
-_TE_GRAPHS = (
-    *("--cuda-graph-impl", "transformer_engine"),
-    *("--cuda-graph-modules", "attn", "moe_router", "moe_preprocess"),
-)
+_TE_GRAPHS = ("--cuda-graph-impl", "transformer_engine", *_GRAPHS[2:], "moe_preprocess")
 _SHARED = (("pattern", "DDDE+DDDEDDDE/D-/D-"), ("dsa_index_pattern", "FSSFSSFSS"))
-_WGRAD = ("--overlap-dispatch-backward-with-experts-wgrad",)
-_TURNS = ("before", "after", "after", "before")
 _CURVES = ("stock", "again", "ours")
+_WITH_GRAPHS = {"after": _GRAPHS}
+
+
+def _argument(word: str, fields: tuple[tuple[str, str], ...] = ()) -> Part:
+    """The slice without and with one of Megatron's arguments."""
+    return Part(batch=8, arguments=_SPARSE, fields=fields, also={"after": (word,)})
+
+
 PARTS = {
-    "fused8": Part(batch=8, arguments=_FUSED, turns=_TURNS, recipe="nam56r_h200_slice_fused"),
-    "fused2": Part(batch=2, arguments=_FUSED, turns=_TURNS),
-    "dense8": Part(
-        batch=8, arguments=_TILELANG, turns=_TURNS, recipe="nam56r_h200_slice_fused_dense"
-    ),
+    "fused8": Part(batch=8, arguments=_FUSED, recipe="nam56r_h200_slice_fused"),
+    "fused2": Part(batch=2, arguments=_FUSED),
+    "dense8": Part(batch=8, arguments=_TILELANG, recipe="nam56r_h200_slice_fused_dense"),
     "curves_dense": Part(batch=1, turns=_CURVES, linear=False),
     "curves_sparse": Part(batch=1, arguments=_SPARSE, turns=_CURVES, linear=False),
-    **{
-        f"graphs{batch}": Part(batch=batch, arguments=_FUSED, also={"after": _GRAPHS}, turns=_TURNS)
-        for batch in (8, 2, 1)
-    },
-    "fp8_gather8": Part(
-        batch=8,
-        arguments=_SPARSE,
-        fields=(("precision", "fp8"),),
-        also={"after": ("--fp8-param-gather",)},
-        turns=_TURNS,
-    ),
-    "experts_wgrad8": Part(batch=8, arguments=_SPARSE, also={"after": _WGRAD}, turns=_TURNS),
-    "mla_down8": Part(
-        batch=8, arguments=_SPARSE, also={"after": ("--mla-down-proj-fusion",)}, turns=_TURNS
-    ),
+    **{f"graphs{n}": Part(batch=n, arguments=_FUSED, also=_WITH_GRAPHS) for n in (8, 2, 1)},
+    "fp8_gather8": _argument("--fp8-param-gather", fields=(("precision", "fp8"),)),
+    "experts_wgrad8": _argument("--overlap-dispatch-backward-with-experts-wgrad"),
+    "mla_down8": _argument("--mla-down-proj-fusion"),
     "curves_graphs": Part(
         batch=1, arguments=_FUSED, also={"ours": _GRAPHS}, turns=_CURVES, steps=50
     ),
@@ -154,9 +131,7 @@ PARTS = {
         turns=(*_CURVES, "te"),
         steps=50,
     ),
-    "shared1": Part(
-        batch=1, arguments=_FUSED, also={"after": _GRAPHS}, fields=_SHARED, turns=_TURNS
-    ),
-    "earlier8": Part(batch=8, arguments=_FUSED, turns=_TURNS),
-    "earlier2": Part(batch=2, arguments=_FUSED, also={"after": _GRAPHS}, turns=_TURNS),
+    "shared1": Part(batch=1, arguments=_FUSED, also=_WITH_GRAPHS, fields=_SHARED),
+    "earlier8": Part(batch=8, arguments=_FUSED),
+    "earlier2": Part(batch=2, arguments=_FUSED, also=_WITH_GRAPHS),
 }

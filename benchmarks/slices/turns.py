@@ -7,6 +7,7 @@ SUBJECT is what is measured: `indexer` or `attention`, the pages of these kernel
 with nine DSA layers, of which six share the keys of the others; or `arguments`, Megatron's own
 arguments that `upstream_patches/NOT.md` names. Parts, on one GPU:
 
+\b
     fused8, fused2   the backend tilelang, sparse loss, micro-batch 8 and 2: tokens/s of the
                      overlay without the subject's pages ("before") and of all of it ("after")
     dense8           the same with the dense loss, micro-batch 8
@@ -35,35 +36,39 @@ copied into SCRATCH, where subjects must not share a folder, and never changed.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
 
-from benchmarks.harness import results
-from benchmarks.harness import trees as sides
-from benchmarks.slices import training as slice_training
-from benchmarks.slices.report import WARM, graph_pools, headline, measured, steps_of, table
+from benchmarks.harness import results, runs, trees
+from benchmarks.harness.results import Places
+from benchmarks.harness.runs import STARTS, Bench, Row
+from benchmarks.slices import report as of_recipe
+from benchmarks.slices.report import GRAPH_POOLS, WARM, graph_pools, measured, steps_of
 from benchmarks.slices.subjects import PARTS, SUBJECTS, Part, Subject
-from benchmarks.slices.training import STARTS, Bench, environment, prepare
-from benchmarks.slices.turns_report import of_side, report
 from cppmega.recipe import index as recipes_index
-from cppmega.runs.profile import SUMMARY
+from cppmega.runs import json_file
+from cppmega.runs import profile as run_profile
+from cppmega.runs.profile import SUMMARY, Profile
 
 REFERENCE = (*STARTS, "dsa_indexer_loss_metric")
 """Patches of stock in the curves: to start, and to log the indexer loss in the same way."""
 _PROFILED = 2
 _FIRST_GUESS = 150.0
 """Seconds that a run is assumed to take until one has been measured."""
+FACTOR = 2.0
+"""Times the largest difference of the two stock runs that ours may differ from them."""
+_REFERENCES = ("stock", "again")
+DENSE = 0.9
+"""tokens/s with the dense loss over those with the sparse one."""
 
 
 @dataclass
@@ -86,48 +91,45 @@ class Turns:
         Raises:
             ClickException: runs have failed; the next call repeats them.
         """
-        target = self.bench.out / f"{name}.json"
-        result = {} if self.again or not target.is_file() else json.loads(target.read_text())
+        result = {} if self.again else results.read(self.bench.out, name)
         result = {**result, **self.facts, "part": name}
-        runs = result.setdefault("runs", {})
+        done = result.setdefault("runs", {})
         failed: dict[str, str] = {}
         for run, side, last in _runs(PARTS[name]):
-            if run in runs or side in failed or _full(runs, side):
+            if run in done or side in failed or _full(done, side):
                 continue
             left = self.deadline - time.monotonic()
             if left < 1.2 * max(self.taken, default=_FIRST_GUESS):
                 print(f"{name} {run}: {left:.0f} s are left, it is not started", file=sys.stderr)
                 break
+            started = time.monotonic()
             try:
-                runs[run] = {"side": side, **self.run(name, run, side, last)}
+                done[run] = {"side": side, **self.run(name, run, side, last)}
             except click.ClickException as error:
                 failed[side] = error.message
             else:
-                target.write_text(json.dumps(result, indent=1) + "\n")
+                results.save(self.bench.out, name, result)
+            self.taken.append(time.monotonic() - started)
         if failed:
             raise click.ClickException("\n".join(failed.values()))
 
     def run(self, name: str, run: str, side: str, last: bool) -> dict[str, Any]:
         """One run, measured."""
-        part, label = PARTS[name], f"{name}-{run}"
-        self.bench.clear(label)
+        part, label, failure = PARTS[name], f"{name}-{run}", ""
         self.bench.timeout = max(1.0, self.deadline - time.monotonic())
-        started = time.monotonic()
         options = [*self.options(part, label, last), "--", *part.arguments]
         options += part.also.get(side, ())
-        failure = ""
+        rows: list[Row] | None
         try:
-            self.bench.wait(label, self.bench.start(label, self.tree(side), *options))
-        except MemoryError:
-            return {"out_of_memory": True}
+            rows = runs.trained(self.bench, label, self.tree(side), *options)
         except click.ClickException as error:
+            rows = self.bench.rows(label)
             # A run that ends with an error after its last step still has a curve.
-            if not (part.is_curve and len(steps_of(self.bench.rows(label))) == self.length(part)):
+            if not (part.is_curve and len(steps_of(rows)) == self.length(part)):
                 raise
             failure = _said(error.message)
-        finally:
-            self.taken.append(time.monotonic() - started)
-        rows = self.bench.rows(label)
+        if rows is None:
+            return {"out_of_memory": True}
         if part.is_curve:
             return curve(rows, failure)
         found = measured(rows)
@@ -146,8 +148,8 @@ class Turns:
         for key, value in changes.items():
             yield from ("--set", f"{key}={value}")
         if last and not part.is_curve:
-            yield from ("--profile", str(_PROFILED), "--profile-after", str(steps - _PROFILED))
-            yield from ("--profile-folder", str(self.bench.out / f"{label}-profile"))
+            folder = self.bench.out / f"{label}-profile"
+            yield from runs.profiled(_PROFILED, steps - _PROFILED, folder)
 
     def length(self, part: Part) -> int:
         """Steps of a run, without those that only a profile needs."""
@@ -161,33 +163,15 @@ class Turns:
         ours = (*REFERENCE, *self.subject.curves)
         pages = {"stock": REFERENCE, "again": REFERENCE, "ours": ours}.get(side) or self._others()
         root = self.bench.work / "trees" / ("stock" if side == "again" else side)
-        if not root.is_dir():
-            sides.copy(self.bench.site, root)
-        apply(root, pages)
-        return root
+        return trees.made(self.bench.site, root, *trees.only(pages))
 
     def _others(self) -> tuple[str, ...]:
         """What is applied in the whole overlay, but for the pages left out."""
-        states = applied(self.bench.tree("after"))
+        states = trees.applied(self.bench.tree("after"))
         missing = [name for name in self.subject.pages if name not in states]
         if missing:
             raise click.ClickException(f"not applied, so there is no difference: {missing}")
         return tuple(name for name in states if name not in self.subject.pages)
-
-
-def apply(root: Path, pages: Sequence[str]) -> None:
-    """Apply these pages, and no others, to a tree."""
-    only = [word for page in pages for word in ("--only", page)]
-    command = [sys.executable, "-m", "cppmega.apply_patches", "--megatron", str(root), *only]
-    subprocess.run(command, check=True, env=environment(), stdout=sys.stderr)
-
-
-def applied(root: Path) -> tuple[str, ...]:
-    """The pages that are in the code of a tree."""
-    command = [sys.executable, "-m", "cppmega", "status", "--megatron", str(root), "--json"]
-    done = subprocess.run(command, check=True, env=environment(), capture_output=True)
-    patches = json.loads(done.stdout)["patches"]
-    return tuple(one["name"] for one in patches if one["state"] in ("applied", "armed"))
 
 
 def _runs(part: Part) -> Iterator[tuple[str, str, bool]]:
@@ -197,21 +181,25 @@ def _runs(part: Part) -> Iterator[tuple[str, str, bool]]:
         yield f"{side}{number}", side, side not in part.turns[at + 1 :]
 
 
-def _full(runs: dict[str, Any], side: str) -> bool:
+def _full(done: dict[str, Any], side: str) -> bool:
     """Whether a side has run out of memory, which it would do again."""
-    return any("out_of_memory" in run for run in runs.values() if run["side"] == side)
+    return any("out_of_memory" in run for run in done.values() if run["side"] == side)
 
 
-def _counts(row: dict[str, Any]) -> bool:
+def _counts(row: Row) -> bool:
     return row.get("step", 0) > WARM and not row.get("profiled", False)
 
 
-def curve(rows: list[dict[str, Any]], failure: str = "") -> dict[str, Any]:
+def curve(rows: list[Row], failure: str = "") -> dict[str, Any]:
     """The losses of a run, the speed of its second half, and how it failed after its last step."""
     steps = steps_of(rows)
+    losses: dict[str, dict[int, float]] = {}
+    for row in steps:
+        for name, value in {**row["losses"], "grad norm": row["grad_norm"]}.items():
+            losses.setdefault(name, {})[row["step"]] = value
     second_half = [row["tokens_per_second"] for row in steps[len(steps) // 2 :]]
     return {
-        "losses": _losses(steps),
+        "losses": losses,
         "tokens_per_second": statistics.median(second_half),
         "peak_gib": max(row["peak_gib"] for row in steps),
         **graph_pools(steps),
@@ -227,49 +215,29 @@ def _said(message: str) -> str:
     return re.sub(r" \(/[^)]*\)", "", line)
 
 
-def _losses(steps: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
-    """Each logged loss by step, the gradient's norm among them."""
-    found: dict[str, dict[int, float]] = {}
-    for row in steps:
-        for name, value in {**row["losses"], "grad norm": row["grad_norm"]}.items():
-            found.setdefault(name, {})[row["step"]] = value
-    return found
-
-
-def profiles(out: Path, part: dict[str, Any]) -> dict[str, Path]:
+def profiles(out: Path, part: dict[str, Any]) -> dict[str, Profile]:
     """The profile of each side of a part."""
     found = {
-        run["side"]: out / run["profile"] / SUMMARY
+        run["side"]: json_file.read(out / run["profile"] / SUMMARY, Profile)
         for run in part["runs"].values()
         if "profile" in run
     }
-    return {side: file for side, file in found.items() if file.is_file()}
+    return {side: profile for side, profile in found.items() if profile is not None}
 
 
 def write_report(out: Path, subject: Subject) -> str:
     """Write the report and the data of all parts that have a result, and the recipes' results."""
-    parts = {
-        name: json.loads((out / f"{name}.json").read_text())
-        for name in subject.parts
-        if (out / f"{name}.json").is_file()
+    parts = {name: part for name in subject.parts if (part := results.read(out, name))}
+    short = {
+        name: part
+        | {"runs": {label: of_recipe.without_curves(x) for label, x in part["runs"].items()}}
+        for name, part in parts.items()
     }
-    text = report(subject, parts, {name: profiles(out, part) for name, part in parts.items()})
-    (out / f"{subject.name}.md").write_text(text)
-    short = {name: without_losses_by_step(part) for name, part in parts.items()}
-    (out / f"{subject.name}.json").write_text(json.dumps(short, indent=1) + "\n")
+    found = {name: profiles(out, part) for name, part in parts.items()}
     for name, part in parts.items():
         if PARTS[name].recipe and of_side(part, "after"):
             write_recipe(out, PARTS[name].recipe, subject, part)
-    return text
-
-
-def without_losses_by_step(part: dict[str, Any]) -> dict[str, Any]:
-    """A part without the losses of each step, which only curves need."""
-    runs = {
-        name: {key: value for key, value in run.items() if key not in ("curve", "mtp")}
-        for name, run in part["runs"].items()
-    }
-    return part | {"runs": runs}
+    return results.save(out, subject.name, short, report(subject, parts, found))
 
 
 def write_recipe(out: Path, recipe: str, subject: Subject, part: dict[str, Any]) -> None:
@@ -278,12 +246,165 @@ def write_recipe(out: Path, recipe: str, subject: Subject, part: dict[str, Any])
     row = {key: value for key, value in slower.items() if key not in ("side", "profile")}
     result = part | {"recipe": recipe, "benchmark": subject.name, "runs": {"overlay": row}}
     del result["part"]
-    result["headline"] = headline(result)
-    (out / f"{recipe}.json").write_text(json.dumps(result, indent=1) + "\n")
-    (out / f"{recipe}.md").write_text(table(result))
+    of_recipe.save(out, recipe, result)
 
 
-@click.command()
+def report(
+    subject: Subject,
+    parts: Mapping[str, dict[str, Any]],
+    profiles: Mapping[str, Mapping[str, Profile]],
+) -> str:
+    """The report as Markdown: ratios with their spread, profiles, and curves."""
+    first = next(iter(parts.values()), None)
+    if first is None:
+        return "There is no result yet.\n"
+    blocks: list[results.Page] = [
+        f"# {subject.title} in the NAM56R slice, {first['date']}",
+        f"{results.versions(first['stack'])}.",
+    ]
+    for name, part in parts.items():
+        later = f", {part['date']}" if part["date"] != first["date"] else ""
+        blocks.append(f"## {name}{later}")
+        if name.startswith("curves"):
+            blocks += _curves(part)
+        else:
+            blocks.append(_speed(part, subject.targets.get(name)))
+            blocks += _profiles(profiles.get(name, {}))
+    if "dense8" in parts and "fused8" in parts:
+        found = ratio(speeds(parts["dense8"], "after"), speeds(parts["fused8"], "after"))
+        what, missing = "tokens/s, dense over sparse loss", "Dense over sparse loss: no result."
+        blocks.append(f"{what}: {_shown(found, DENSE)}" if found else missing)
+    return results.page(*blocks)
+
+
+def of_side(part: Mapping[str, Any], side: str) -> list[dict[str, Any]]:
+    """The runs of a side that have a result."""
+    found = [run for run in part["runs"].values() if run["side"] == side]
+    return [run for run in found if "out_of_memory" not in run]
+
+
+def speeds(part: Mapping[str, Any], side: str) -> list[float]:
+    """tokens/s of each run of a side."""
+    return [run["tokens_per_second"] for run in of_side(part, side)]
+
+
+def ratio(above: list[float], below: list[float]) -> tuple[float, float, float] | None:
+    """The ratio of the medians, and the lowest and highest one of any two runs."""
+    if not above or not below:
+        return None
+    each = [a / b for a in above for b in below]
+    return statistics.median(above) / statistics.median(below), min(each), max(each)
+
+
+def _speed(part: Mapping[str, Any], target: float | None) -> Iterator[str]:
+    pools = any("graph_pool_gib" in row for row in part["runs"].values())
+    columns = ["run", "overlay", "step, ms", "lowest", "highest", "tokens/s", "peak memory, GiB"]
+    yield from results.table(
+        [*columns, *[GRAPH_POOLS] * pools],
+        ([run, *_cells(row, pools)] for run, row in part["runs"].items()),
+    )
+    found = ratio(speeds(part, "after"), speeds(part, "before"))
+    yield ""
+    if found is None:
+        yield "No ratio: one of the sides has no result."
+        return
+    yield f"tokens/s, after over before: {_shown(found, target)}"
+    peaks = [max(run["peak_gib"] for run in of_side(part, side)) for side in ("after", "before")]
+    yield f"Peak memory: {peaks[0] - peaks[1]:+.2f} GiB."
+
+
+def _cells(row: Mapping[str, Any], pools: bool) -> list[str]:
+    reserved = [f"{row['graph_pool_gib']:.2f}" if "graph_pool_gib" in row else ""] * pools
+    if "out_of_memory" in row:
+        return ["", "out of memory", "", "", "", "", *reserved]
+    steps = [1000 * second for second in row["seconds"]]
+    times = [f"{time:.1f}" for time in (row["milliseconds"], min(steps), max(steps))]
+    rate, peak = f"{row['tokens_per_second']:.0f}", f"{row['peak_gib']:.2f}"
+    return [row["overlay"], *times, rate, peak, *reserved]
+
+
+def _shown(found: tuple[float, float, float], target: float | None) -> str:
+    shown = f"{found[0]:.3f} ({found[1]:.3f} to {found[2]:.3f})"
+    if target is None:
+        return f"{shown}."
+    return f"{shown}; the target of {target} is {'met' if found[0] >= target else 'missed'}."
+
+
+def _profiles(found: Mapping[str, Profile]) -> Iterator[str]:
+    for side, profile in found.items():
+        yield from (f"Profile, {side}:", _literally(run_profile.lines(profile)))
+    if {"before", "after"} <= found.keys():
+        both = run_profile.side_by_side(found["before"], found["after"])
+        yield from ("A is before, B after:", _literally(both))
+
+
+def _literally(lines: Iterator[str]) -> str:
+    return "\n".join(("```", *lines, "```"))
+
+
+def _curves(part: Mapping[str, Any]) -> Iterator[results.Page]:
+    losses = {run["side"]: run["losses"] for run in part["runs"].values() if "losses" in run}
+    sides = [side for side in losses if side not in _REFERENCES]
+    if not sides or not losses.keys() >= set(_REFERENCES):
+        yield "Not all curves have a result."
+        return
+    yield (
+        "A curve is within the noise where it is not further from the nearer stock run than "
+        f"{FACTOR:g} times the largest difference of the two stock runs."
+    )
+    for side in sides:
+        columns = ["loss", "first", "last", "noise of two stock runs", f"{side} from stock"]
+        rows = [
+            [name, *_verdict(*(_by_step(losses[x].get(name, {})) for x in (*_REFERENCES, side)))]
+            for name in sorted(losses["stock"])
+        ]
+        yield results.table([*columns, "verdict"], rows)
+    yield from _speed_of_curves(part)
+
+
+def _speed_of_curves(part: Mapping[str, Any]) -> Iterator[str]:
+    """What the runs of the curves also show, and which of them failed at their end."""
+    found = {name: run for name, run in part["runs"].items() if "tokens_per_second" in run}
+    each = (
+        f"{name} {run['tokens_per_second']:.0f} ({run['peak_gib']:.1f} GiB{_and_pools(run)})"
+        for name, run in found.items()
+    )
+    if found:
+        what = "tokens/s, medians of the second half of each run (peak memory)"
+        yield f"{what}: {', '.join(each)}."
+    for name, run in found.items():
+        if "failed" in run:
+            yield f"{name} failed after its last step: {run['failed']}"
+
+
+def _and_pools(run: Mapping[str, Any]) -> str:
+    return f", CUDA graphs {run['graph_pool_gib']:.1f}" if "graph_pool_gib" in run else ""
+
+
+def _by_step(curve: Mapping[str, float]) -> dict[int, float]:
+    return {int(step): value for step, value in curve.items()}
+
+
+def _verdict(
+    stock: dict[int, float], again: dict[int, float], ours: dict[int, float]
+) -> tuple[str, ...]:
+    if not stock or stock.keys() != again.keys() or stock.keys() != ours.keys():
+        return ("", "", "", "", "the runs have other steps")
+    steps = sorted(stock)
+    noise = max(abs(stock[step] - again[step]) for step in steps)
+    gap = max(from_both(stock[step], again[step], ours[step]) for step in steps)
+    within = "within the noise" if gap <= FACTOR * noise else "**beyond the noise**"
+    first, last = f"{stock[steps[0]]:.5g}", f"{stock[steps[-1]]:.5g}"
+    return (first, last, f"{noise:.2e}", f"{gap:.2e}", within)
+
+
+def from_both(stock: float, again: float, ours: float) -> float:
+    """How far ours is from the nearer one of two stock runs; NaN is infinitely far."""
+    gap = min(abs(ours - stock), abs(ours - again))
+    return gap if gap == gap else float("inf")
+
+
+@click.command(help=__doc__)
 @click.argument("subject", type=click.Choice(tuple(SUBJECTS)))
 @results.places("Prepared dataset [Python's own sources].", required=False)
 @click.option("--only", help="Parts, in this order [all of the subject's].")
@@ -292,32 +413,18 @@ def write_recipe(out: Path, recipe: str, subject: Subject, part: dict[str, Any])
 @click.option("--curve-steps", default=20, show_default=True, help="Steps of a curve.")
 @click.option("--again", is_flag=True, help="Repeat the runs that have a result.")
 def main(
-    subject: str,
-    site: Path,
-    work: Path,
-    out: Path,
-    data: Path | None,
-    only: str | None,
-    minutes: float,
-    steps: int,
-    curve_steps: int,
-    again: bool,
+    places: Places, subject: str, only: str | None, minutes: float, again: bool, **steps: int
 ) -> None:
     """Run what is left of the parts, and print the report."""
     os.environ.update(SUBJECTS[subject].switches)  # trees and runs are made by other processes
     deadline = time.monotonic() + 60 * minutes
-    parts = SUBJECTS[subject].parts
-    chosen = only.split(",") if only else parts
-    unknown = sorted(set(chosen) - set(parts))
-    if unknown:
-        raise click.BadParameter(f"{', '.join(unknown)}: the parts are {', '.join(parts)}")
-    for folder in (work, out):
-        folder.mkdir(parents=True, exist_ok=True)
-    prefix = data or prepare(work / "data" / "corpus", (), site)
-    recipe = recipes_index.load("nam56r_h200_slice")
-    bench = Bench(recipe, (), site.resolve(), work.resolve(), out.resolve(), prefix.resolve(), 1.0)
-    facts = {**slice_training.header(bench), "benchmark": "slice_turns"}
-    turns = Turns(bench, SUBJECTS[subject], deadline, steps, curve_steps, again, facts=facts)
+    chosen = results.chosen(only, SUBJECTS[subject].parts, "parts")
+    places.create()
+    site, work, out, data = places
+    data = data or runs.prepare(work / "data" / "corpus", site)
+    bench = Bench(recipes_index.load("nam56r_h200_slice"), (), site, work, out, data, 1.0)
+    facts = {**runs.header(bench), "benchmark": "slice_turns"}
+    turns = Turns(bench, SUBJECTS[subject], deadline, again=again, facts=facts, **steps)
     failed = False
     for name in chosen:
         try:

@@ -4,6 +4,7 @@
 
 Every case starts `nam56r_small_cut` with a replica on each GPU; the last rank differs:
 
+\b
     whole     it does not: three steps, which show what a start takes
     tampered  a patched file of its tree has one more line
     other     its tree lacks a page that the trees of the others have
@@ -20,7 +21,6 @@ copied and never changed. Everything else must be importable.
 
 from __future__ import annotations
 
-import json
 import re
 import socket
 import subprocess
@@ -33,13 +33,12 @@ from typing import Any, ClassVar
 import click
 import psutil
 
-from benchmarks.harness import results
+from benchmarks.harness import results, runs
 from benchmarks.harness.gpu import card
-from benchmarks.slices import training as slice_training
-from benchmarks.slices.training import Bench
+from benchmarks.harness.results import Places
+from benchmarks.harness.runs import Bench
 from cppmega.checkpoints.tracker import TRACKER
 from cppmega.host.markdown import table
-from cppmega.host.wording import counted
 from cppmega.recipe import index as recipes_index
 
 RECIPE = "nam56r_small_cut"
@@ -83,7 +82,7 @@ class Ranks(Bench):
         """
         self.until(process, lambda: process.poll() is not None, "the ranks had not ended")
         seconds = time.monotonic() - since
-        said = self.log(name).read_text(errors="replace")
+        said = self.said(name)
         rank = self.recipe.gpus - 1
         return {
             "seconds": round(seconds, 1),
@@ -193,69 +192,65 @@ CASES: Mapping[str, Callable[[Ranks], dict[str, Any]]] = {
 }
 
 
-@click.command()
+@click.command(help=__doc__)
 @results.places("Prefix of the training data.")
 @click.option("--gpus", type=click.IntRange(2), default=8, show_default=True, help="Ranks.")
 @click.option("--timeout", default=400.0, show_default=True, help="Seconds for one run.")
-def main(site: Path, work: Path, out: Path, data: Path, gpus: int, timeout: float) -> None:
+def main(places: Places, gpus: int, timeout: float) -> None:
     """Run every case, and write the table."""
-    for folder in (work, out):
-        folder.mkdir(parents=True, exist_ok=True)
+    places.create()
     shipped = recipes_index.load(RECIPE)
     batch = gpus * shipped.micro_batch_size
     changes = (f"gpus={gpus}", f"global_batch_size={batch}", "train_iters=20", "eval_interval=0")
     recipe = recipes_index.with_text(shipped, changes)
-    places = tuple(each.resolve() for each in (site, work, out, data))
-    result = slice_training.header(Bench(recipe, changes, *places, timeout))
-    result |= {"benchmark": "refusals", "cases": {}}
-    device = card(result["stack"]["gpu"])
-    target = out / f"refusals_{device}_{gpus}.json"
+    result = runs.header(Bench(recipe, changes, *places, timeout))
+    cases: dict[str, Any] = {}
+    result |= {"benchmark": "refusals", "cases": cases}
+    file = f"refusals_{card(result['stack']['gpu'])}_{gpus}"
     for name, case in CASES.items():
         bench = Ranks(recipe, changes, *places, timeout)
         bench.clear(name)
-        result["cases"][name] = case(bench)
-        target.write_text(json.dumps(result, indent=1) + "\n")
-        target.with_suffix(".md").write_text(page(result))
-    print(page(result))
+        cases[name] = case(bench)
+        text = results.save(places.out, file, result, page(result))
+    print(text)
 
 
 def page(result: dict[str, Any]) -> str:
     """The cases as Markdown."""
-    stack = ", ".join(f"{name} {version}" for name, version in result["stack"].items())
-    cases = result["cases"]
-    lines = [
-        f"# One rank of {result['gpus']} is wrong, {result['date']}",
-        "",
-        f"Written by `benchmarks/refusals.py`. {counted(result['gpus'], 'GPU')}; {stack}.",
-        "",
-        table(_TITLES, (_cells(name, found) for name, found in cases.items())),
-        "",
-    ]
+    cases, first, left = result["cases"], "", ""
     if "whole" in cases:
-        first = cases["whole"]["seconds_to_first_step"]
-        lines += [f"The first step of whole ranks ended {first:.0f} s after their start.", ""]
+        seconds = cases["whole"]["seconds_to_first_step"]
+        first = f"The first step of whole ranks ended {seconds:.0f} s after their start."
     if "killed" in cases:
-        failed = cases["killed"]["first_failure"]
         named = "torchrun names none"
-        if failed:
+        if failed := cases["killed"]["first_failure"]:
             named = f"torchrun names rank {failed['rank']}, exit code {failed['exit_code']}"
-        lines += [
+        left = (
             f"The rank that was killed wrote the checkpoint of step {2 * SAVED}; its seconds are "
             f"those from the kill to the end of all ranks. As the first that failed, {named}. "
             f"Started again, they resumed from the complete one of step "
-            f"{cases['killed']['resumed_from']}.",
-            "",
+            f"{cases['killed']['resumed_from']}."
+        )
+    columns = ["case", "seconds to the end of all ranks", "exit status", "errors"]
+    rows = (
+        [
+            *(
+                name,
+                f"{found['seconds']:.1f}",
+                str(found["status"]),
+                ", ".join(found["errors"]) or "none",
+            ),
+            ", ".join(each for each in ("host and rank", "file") if found[each]),
         ]
-    return "\n".join(lines)
-
-
-_TITLES = ("case", "seconds to the end of all ranks", "exit status", "errors", "the log names")
-
-
-def _cells(name: str, found: dict[str, Any]) -> tuple[str, ...]:
-    named = ", ".join(each for each in ("host and rank", "file") if found[each])
-    status = str(found["status"])
-    return (name, f"{found['seconds']:.1f}", status, ", ".join(found["errors"]) or "none", named)
+        for name, found in cases.items()
+    )
+    return results.page(
+        f"# One rank of {result['gpus']} is wrong, {result['date']}",
+        f"Written by `benchmarks/refusals.py`. {runs.on(result)}",
+        table([*columns, "the log names"], rows),
+        first,
+        left,
+    )
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 
 Every row but the first changes one thing of the recipe:
 
+\b
     recipe      nothing
     recomputed  Mamba layers, activations of experts and MLPs, and MLA's projections are recomputed
     experts     layers of experts, MLPs and MLA's projections are recomputed, Mamba layers are not
@@ -52,18 +53,16 @@ import os
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import click
 
-from benchmarks.harness import results
-from benchmarks.slices import training as slice_training
+from benchmarks.harness import results, runs
+from benchmarks.harness.results import Places
+from benchmarks.harness.runs import STARTS, Bench, TimeIsUp
 from benchmarks.slices.report import GRAPH_POOLS, WARM, apart, measured, steps_of
-from benchmarks.slices.training import Bench, TimeIsUp
 from cppmega.host.markdown import table
-from cppmega.host.wording import counted
 from cppmega.recipe import Recipe
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.memory import MAMBA_RECOMPUTE, estimate
@@ -106,7 +105,7 @@ _KEPT = "gates=()"
 _FP8 = ("precision=fp8", "fp8_recipe=tensorwise")
 _ATTENTION = "dsa_attention_kernels"
 _DSA = (_ATTENTION, "dsa_indexer_kernels", "dsa_indexer_prologue")
-_PLAIN_DSA = f"patches={slice_training.STARTS}"  # the recipe asks for its kernels by name
+_PLAIN_DSA = f"patches={STARTS}"  # the recipe asks for its kernels by name
 _SCORES = "recompute_modules=('core_attn', 'moe_act', 'mlp', 'mla_up_proj')"
 _GLUE = (
     *("mla_rope_kernel", "router_gating_backward", "te_plain_layers", "te_permutation_calls"),
@@ -153,7 +152,7 @@ ROWS: Mapping[str, Row] = {
 }
 
 
-@click.command()
+@click.command(help=__doc__)
 @results.places("Prefix of the training data.")
 @click.option("--recipe", default="nam56r_h200_2gpu_ep2", show_default=True)
 @click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Change the recipe.")
@@ -163,10 +162,7 @@ ROWS: Mapping[str, Row] = {
 @click.option("--name", help="Of the result's files [RECIPE_rows].")
 @click.option("--note", help="What else the page says, such as what ran at the same time.")
 def main(
-    site: Path,
-    work: Path,
-    out: Path,
-    data: Path,
+    places: Places,
     recipe: str,
     changes: tuple[str, ...],
     only: str | None,
@@ -176,21 +172,17 @@ def main(
     note: str | None,
 ) -> None:
     """Run the rows that have no result yet, and write the table."""
-    chosen = only.split(",") if only else list(ROWS)
-    if unknown := sorted(set(chosen) - set(ROWS)):
-        raise click.BadParameter(f"{', '.join(unknown)}: the rows are {', '.join(ROWS)}")
-    for folder in (work, out):
-        folder.mkdir(parents=True, exist_ok=True)
-    target = out / f"{name or f'{recipe}_rows'}.json"
-    places = tuple(each.resolve() for each in (site, work, out, data))
+    chosen = results.chosen(only, ROWS, "rows")
+    places.create()
+    name = name or f"{recipe}_rows"
     base = recipes_index.with_text(recipes_index.load(recipe), changes)
     header = {
-        **slice_training.header(Bench(base, changes, *places, timeout)),
+        **runs.header(Bench(base, changes, *places, timeout)),
         "benchmark": "whole_rows",
         **({"note": note} if note else {}),
     }
     for each in chosen:
-        if each in results.shared(target, "rows")["rows"]:
+        if each in results.read(places.out, name).get("rows", {}):
             continue
         row = ROWS[each].of(base)
         every = (f"train_iters={steps + _PROFILED}", *changes, *row.changes)
@@ -201,11 +193,11 @@ def main(
         found["changes"], found["gpus"] = row.described, made.gpus
         found["global_batch_size"] = made.global_batch_size
         found["estimate_gib"] = round(estimate(made, attends=fused).gib, 1)
-        with results.changing(target, "rows") as result:
+        with results.changing(places.out, name) as result:
             result.update(header)
-            result["rows"][each] = found
-            target.with_suffix(".md").write_text(page(result))
-    print(page(results.shared(target, "rows")))
+            result.setdefault("rows", {})[each] = found
+            (places.out / f"{name}.md").write_text(page(result))
+    print(page(results.read(places.out, name)))
 
 
 @contextlib.contextmanager
@@ -220,47 +212,38 @@ def in_environment(recipe: Recipe, row: Row) -> Iterator[None]:
 
 def ran(bench: Bench, name: str, steps: int, row: Row) -> dict[str, Any]:
     """Train one row and measure it."""
-    bench.clear(name)
     gates = sorted(f"{variable}={value}" for variable, value in bench.recipe.wanted_gates)
     left_out = (word for page in row.without for word in ("--without", page))
     of_row = [f"without-{name}"] if row.without else []
     tree = bench.tree(",".join([*gates, *of_row]) or "plain", *left_out)
-    profile = ("--profile", str(_PROFILED), "--profile-after", str(steps))
-    folder = ("--profile-folder", str(bench.out / f"{name}-profile"))
+    profile = runs.profiled(_PROFILED, steps, bench.out / f"{name}-profile")
     try:
-        bench.wait(name, bench.start(name, tree, *profile, *folder, "--", *row.arguments))
-    except MemoryError:
-        return {"out_of_memory": True}
+        rows = runs.trained(bench, name, tree, *profile, "--", *row.arguments)
     except TimeIsUp:
-        if len(steps_of(bench.rows(name))) <= WARM:
+        rows = bench.rows(name)
+        if len(steps_of(rows)) <= WARM:
             raise
-    rows = bench.rows(name)
+    if rows is None:
+        return {"out_of_memory": True}
     unprofiled = sum(not row["profiled"] for row in steps_of(rows))
     return {**measured(rows), "unprofiled_steps": unprofiled}
 
 
 def page(result: dict[str, Any]) -> str:
     """The rows as Markdown."""
-    stack = ", ".join(f"{name} {version}" for name, version in result["stack"].items())
     rows = {name: result["rows"][name] for name in ROWS if name in result["rows"]}
     first = next((row for row in rows.values() if "out_of_memory" not in row), None)
-    lines = [
+    return results.page(
         f"# {result['recipe']}, one choice after the other, {result['date']}",
-        "",
-        f"Written by `benchmarks/whole_rows.py`. {counted(result['gpus'], 'GPU')}; {stack}. "
+        f"Written by `benchmarks/whole_rows.py`. {runs.on(result)} "
         f"{', '.join(result['changes']) or 'The recipe as it is'}; every row changes one thing "
         "of the first. Rates are medians of the steps after the tenth that were not profiled, and "
         "ratios compare those steps that both rows have. The last two columns compare the losses "
         "of a row's steps with those of the first, if they have the same sequences: how much the "
         "mean of the last ten is higher, and the largest difference.",
-        "",
-        *([result["note"], ""] if "note" in result else []),
-        table(
-            _TITLES,
-            (_cells(name, row, first) for name, row in rows.items()),
-        ),
-    ]
-    return "\n".join(lines) + "\n"
+        result.get("note", ""),
+        table(_TITLES, (_cells(name, row, first) for name, row in rows.items())),
+    )
 
 
 _TITLES = (
@@ -296,21 +279,16 @@ def _faster(row: dict[str, Any], first: dict[str, Any]) -> float:
     return others / own * sequences * first["gpus"] / row["gpus"]
 
 
-def _losses(row: dict[str, Any]) -> dict[int, float]:
-    """The loss by step."""
-    return {step: loss for step, loss, *_ in row["curve"]}
-
-
 def _compared(row: dict[str, Any], first: dict[str, Any]) -> tuple[str, str]:
     """How the losses of a row differ from those of the first, over the steps of both."""
     if row is first or row["global_batch_size"] != first["global_batch_size"]:
         return ("", "")  # of other sequences, losses say nothing
-    own, others = _losses(row), _losses(first)
-    both = sorted(set(own) & set(others))
+    own, others = ({step: loss for step, loss, *_ in each["curve"]} for each in (row, first))
     difference = apart(own, others)
     if difference is None:
         return ("", "")
-    higher = statistics.mean(own[step] - others[step] for step in both[-_LAST:])
+    last = sorted(own.keys() & others.keys())[-_LAST:]
+    higher = statistics.mean(own[step] - others[step] for step in last)
     return (f"{higher:+.4f}", f"{difference:.4f}")
 
 

@@ -1,5 +1,6 @@
 """Train a whole recipe on this host: killed once without warning, resumed, and perhaps evaluated.
 
+\b
     python -m benchmarks.whole.training run --site SITE --work SCRATCH --out DIR \\
         --data TRAIN --held-out HELD
     python -m benchmarks.whole.training draw DIR/nam56r_h200_2gpu_ep2.json
@@ -20,43 +21,174 @@ copied and never changed. Everything else must be importable.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import shutil
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from benchmarks.harness import results
-from benchmarks.slices import training as slice_training
-from benchmarks.slices.report import headline
-from benchmarks.slices.training import Bench, StoodStill, Stopped
-from benchmarks.whole import checks as whole_checks
+from benchmarks.harness import results, runs
+from benchmarks.harness.results import Places
+from benchmarks.harness.runs import Bench, Row, StoodStill, Stopped
+from benchmarks.slices.report import WARM, headline
 from benchmarks.whole import report as whole_report
-from benchmarks.whole.checks import Course
 from cppmega.checkpoints.tracker import TRACKER
-from cppmega.data import corpus
+from cppmega.errors import CppmegaError
+from cppmega.host.wording import counted
+from cppmega.overlay.verbs import Session
+from cppmega.recipe import Recipe
+from cppmega.recipe import index as recipes_index
 from cppmega.recipe.run_options import RunOptions
+from cppmega.training import plan, requirements
 
 NAME = "overlay"
 CHECKPOINTS = "checkpoints"
+PROFILED = 2
+"""Steps of the profile."""
+PROFILE_AFTER = 40
+"""Step before the profile, where the caller names none."""
 _STEP = click.IntRange(1)
 
 
-@click.group()
-def main() -> None:
-    """Train a whole recipe, killed once and resumed."""
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Let an error of cppmega end the command with its text instead of a traceback."""
+    try:
+        yield
+    except CppmegaError as error:
+        raise click.ClickException(error.render().removeprefix("error: ")) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """The steps after which a run is saved, profiled and killed."""
+
+    save_after: int
+    kill_after: int
+    profile_after: int | None
+    """None: nothing is profiled."""
+
+
+def course(
+    recipe: Recipe, save_after: int, kill_after: int, profile_after: int | None, reloaded: int
+) -> Course:
+    """The course of a run that can give a result; UsageError if it could only fail.
+
+    Args:
+        recipe: the run.
+        save_after: the step of the checkpoint.
+        kill_after: the step before the kill.
+        profile_after: the step before the profile, if the caller names one.
+        reloaded: steps that another recipe trains after the checkpoint; 0: none.
+    """
+    last = recipe.train_iters
+    profile = PROFILE_AFTER if profile_after is None else profile_after
+    fits = profile + PROFILED <= kill_after
+    disturbed = PROFILED + 1 if fits else 0  # the profiler disturbs the step before its own, too
+    for wrong, why in (
+        (
+            save_after >= kill_after,
+            f"--save-after {save_after} must be below --kill-after {kill_after}: there would be no "
+            "checkpoint to resume from, or no step to train twice.",
+        ),
+        (
+            kill_after >= 2 * save_after,
+            f"--kill-after {kill_after} must be below twice --save-after {save_after}: the run "
+            "saves at each multiple, and would resume from another checkpoint.",
+        ),
+        (
+            kill_after >= last,
+            f"--kill-after {kill_after} must be below train_iters={last}: the run would end before "
+            "it is killed. --set train_iters=N makes it longer.",
+        ),
+        (
+            bool(reloaded) and save_after + reloaded > last,
+            f"--reload-steps {reloaded} after --save-after {save_after} are more than "
+            f"train_iters={last}: the run would have no losses to compare.",
+        ),
+        (
+            profile_after is not None and not fits,
+            f"--profile-after {profile} must be at most {kill_after - PROFILED}: the profile takes "
+            f"{PROFILED} steps, and the run is killed after step {kill_after}.",
+        ),
+        (
+            last <= WARM + disturbed,
+            f"train_iters={last} leaves no step to measure: {WARM} warm up, and the profile "
+            f"disturbs {disturbed}.",
+        ),
+    ):
+        _refuse(wrong, why)
+    after = profile if fits else None
+    return Course(save_after=save_after, kill_after=kill_after, profile_after=after)
+
+
+def _refuse(wrong: bool, why: str) -> None:
+    if wrong:
+        raise click.UsageError(why)
+
+
+def shipped(name: str, changes: tuple[str, ...]) -> Recipe:
+    """A shipped recipe, changed; not a file, as the ranks and the page know only the name."""
+    _refuse(name.endswith(".py"), f"{name} is a file, and only shipped recipes are measured.")
+    return recipes_index.with_text(recipes_index.load(name), changes)
+
+
+def check_layouts(saving: Recipe, loading: Recipe) -> None:
+    """Check that one recipe's checkpoint has a format that the other can load.
+
+    With the optimizer's states by bucket, which are cut otherwise in another layout, only the
+    number of replicas may differ.
+    """
+    by_bucket = saving.use_distributed_optimizer and not saving.dist_ckpt_optim_fully_reshardable
+    _refuse(
+        by_bucket and _layout(saving) != _layout(loading),
+        f"{loading.name} has another layout than {saving.name} and cannot load its checkpoint. "
+        "--set dist_ckpt_optim_fully_reshardable=True saves one for every layout.",
+    )
+
+
+def _layout(recipe: Recipe) -> tuple[int, ...]:
+    return (
+        recipe.tensor_model_parallel_size,
+        recipe.pipeline_model_parallel_size,
+        recipe.virtual_pipeline_model_parallel_size,
+        recipe.expert_model_parallel_size,
+    )
+
+
+def check_start(recipe: Recipe, options: RunOptions, site: Path) -> None:
+    """Check one start as its ranks will, by everything that files can show."""
+    requirements.check_profile(recipe, options)
+    plan.check_files(recipe, options, Session(site))
+
+
+def check_gpus(recipe: Recipe) -> None:
+    """Check that this host has enough GPUs for a recipe."""
+    import torch
+
+    found = torch.cuda.device_count()
+    if recipe.gpus > found:
+        raise click.ClickException(
+            f"Recipe {recipe.name} takes {counted(recipe.gpus, 'GPU')}, and this host has {found}."
+        )
+
+
+def check(bench: Bench, options: RunOptions) -> None:
+    """Check a start of the run, and that this host has the GPUs for it."""
+    check_start(bench.recipe, replace(options, data=(str(bench.data),)), bench.site)
+    check_gpus(bench.recipe)
 
 
 @dataclass
 class Part:
     """What one start of a run did."""
 
-    rows: list[dict[str, Any]]
+    rows: list[Row]
     first: float
     """Seconds from its start to the end of its first step."""
     said: str
@@ -66,14 +198,10 @@ class Part:
 
 
 def part(
-    bench: Bench,
-    tree: Path,
-    options: RunOptions,
-    kill_after: int | None = None,
-    name: str = NAME,
+    bench: Bench, tree: Path, options: RunOptions, kill_after: int | None = None, name: str = NAME
 ) -> Part:
     """Start or resume the run; `kill_after`: kill it after this step, once its save is complete."""
-    log, before = bench.out / f"{name}.log", len(bench.rows(name))
+    log, before = bench.log(name), len(bench.rows(name))
     read = log.stat().st_size if log.is_file() else 0
     started = time.monotonic()
     process = bench.start(name, tree, *options.words())
@@ -94,49 +222,105 @@ def part(
 
 
 def kill_once_saved(bench: Bench, process: subprocess.Popen[bytes], saved: Path) -> None:
-    """Kill the run once its checkpoint is complete, which an asynchronous save makes later.
-
-    Raises:
-        ClickException: the run has ended by itself.
-        TimeIsUp: the checkpoint is not complete in time.
-    """
+    """Kill the run once its checkpoint is complete, which an asynchronous save makes later."""
     is_saved = bench.until(process, saved.is_file, "the checkpoint was not complete")
     if not is_saved or process.poll() is not None:
         raise click.ClickException(
             f"the run ended before it could be killed: train_iters={bench.recipe.train_iters} "
             "leaves too few steps after --kill-after"
         )
-    slice_training.kill(process)
+    runs.kill(process)
 
 
 def reloading(bench: Bench, other: str) -> Bench:
-    """The same run with another recipe.
+    """The same run with another recipe, which must be able to load the run's checkpoint.
 
     Its global batch and its length are those of the run, so that the steps have the same samples
     and learning rates. Nothing is evaluated.
-
-    Raises:
-        UsageError: it cannot load the run's checkpoint.
-        CppmegaError: there is no such recipe, or it cannot be changed so.
     """
     batch, steps = bench.recipe.global_batch_size, bench.recipe.train_iters
     same = (f"global_batch_size={batch}", f"train_iters={steps}", "eval_interval=0")
     changes = (*bench.changes, *same)
-    recipe = whole_checks.shipped(other, changes)
-    whole_checks.check_layouts(bench.recipe, recipe)
+    recipe = shipped(other, changes)
+    check_layouts(bench.recipe, recipe)
     return replace(bench, recipe=recipe, changes=changes)
 
 
 def reloaded(again: Bench, tree: Path, options: RunOptions, saved: int) -> dict[str, Any]:
     """Load the run's checkpoint with another recipe, and train some steps after it."""
-    made = again.recipe
-    name = f"reloaded-{made.name}"
+    name = f"reloaded-{again.recipe.name}"
     again.clear(name)
     done = part(again, tree, options, name=name)
     if isinstance(done.stopped, StoodStill):
         raise done.stopped
-    facts = {"recipe": made.name, "gpus": made.gpus, "seconds_to_first_step": round(done.first, 1)}
-    return {**facts, **whole_report.repeated(done.rows, again.rows(NAME), saved)}
+    return {
+        "recipe": again.recipe.name,
+        "gpus": again.recipe.gpus,
+        "seconds_to_first_step": round(done.first, 1),
+        **whole_report.repeated(done.rows, again.rows(NAME), saved),
+    }
+
+
+def first_options(bench: Bench, course: Course, held_out: Path | None) -> RunOptions:
+    """The options of the start that is killed, beside those that a bench gives to all."""
+    evaluates = bench.recipe.eval_interval > 0  # else, the trainer refuses held-out data
+    options = RunOptions(
+        held_out=(str(held_out.resolve()),) if held_out is not None and evaluates else (),
+        save=bench.work / CHECKPOINTS,
+        save_interval=course.save_after,
+    )
+    if course.profile_after is None:
+        return options
+    return replace(
+        options,
+        profile=PROFILED,
+        profile_after=course.profile_after,
+        profile_folder=bench.out / "profile",
+    )
+
+
+def killed_and_resumed(
+    bench: Bench, tree: Path, options: RunOptions, course: Course, unsaved: str
+) -> tuple[Stopped | None, dict[str, Any]]:
+    """Why the resumed part was stopped, if it was, and the measurement of the run.
+
+    Args:
+        unsaved: why the resumed part saves nothing, as the caller wants; empty: it may save.
+    """
+    killed = part(bench, tree, options, course.kill_after)
+    notes, again = [], replace(options, profile=None)
+    if not unsaved and not room_for_another(bench.work / CHECKPOINTS):
+        unsaved = "the disk had no room for a second checkpoint"
+    if unsaved:
+        notes.append(f"The resumed part saved nothing: {unsaved}.")
+        again = replace(again, save=None, load=options.save)
+    resumed = part(bench, tree, again)
+    if resumed.stopped is not None:
+        last = max((row.get("step", 0) for row in resumed.rows), default=0)
+        why = resumed.stopped.message.partition(":")[0]
+        notes.append(f"It was stopped after step {last} of {bench.recipe.train_iters}: {why}.")
+    return resumed.stopped, {
+        **whole_report.measured(killed.rows, resumed.rows, course.save_after),
+        "seconds_to_first_step": [round(killed.first, 1), round(resumed.first, 1)],
+        "saves": whole_report.saves(killed.said) + whole_report.saves(resumed.said),
+        **({"note": " ".join(notes)} if notes else {}),
+    }
+
+
+def room_for_another(checkpoints: Path) -> bool:
+    """Whether the disk has room for a second checkpoint beside the first."""
+    size = sum(each.stat().st_size for each in checkpoints.rglob("*") if each.is_file())
+    return shutil.disk_usage(checkpoints).free > 1.1 * size
+
+
+@click.group(help=__doc__)
+def main() -> None:
+    """Train a whole recipe, killed once and resumed."""
+
+
+def _step(name: str, default: int | None, about: str) -> Any:
+    shown = default is not None
+    return click.option(name, type=_STEP, default=default, show_default=shown, help=about)
 
 
 @main.command()
@@ -148,17 +332,13 @@ def reloaded(again: Bench, tree: Path, options: RunOptions, saved: int) -> dict[
 )
 @click.option("--recipe", "recipe_name", default="nam56r_h200_2gpu_ep2", show_default=True)
 @click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Change the recipe.")
-@click.option(
-    "--save-after", type=_STEP, default=100, show_default=True, help="Step of the checkpoint."
-)
-@click.option(
-    "--kill-after", type=_STEP, default=110, show_default=True, help="Step before the kill."
-)
-@click.option(
+@_step("--save-after", 100, "Step of the checkpoint.")
+@_step("--kill-after", 110, "Step before the kill.")
+@_step(
     "--profile-after",
-    type=_STEP,
-    help=f"Step before the {whole_checks.PROFILED} profiled ones, which precede the kill "
-    f"[{whole_checks.PROFILE_AFTER}; no profile if the kill comes before its end].",
+    None,
+    f"Step before the {PROFILED} profiled ones, which precede the kill "
+    f"[{PROFILE_AFTER}; no profile if the kill comes before its end].",
 )
 @click.option(
     "--reload",
@@ -167,9 +347,7 @@ def reloaded(again: Bench, tree: Path, options: RunOptions, saved: int) -> dict[
     metavar="RECIPE",
     help="Load the checkpoint with it at the end; repeatable.",
 )
-@click.option(
-    "--reload-steps", type=_STEP, default=5, show_default=True, help="Steps that it trains."
-)
+@_step("--reload-steps", 5, "Steps that it trains.")
 @click.option(
     "--save-once",
     is_flag=True,
@@ -178,10 +356,7 @@ def reloaded(again: Bench, tree: Path, options: RunOptions, saved: int) -> dict[
 @click.option("--name", help="Of the result's files [the recipe's].")
 @click.option("--timeout", default=1500.0, show_default=True, help="Seconds for one part.")
 def run(
-    site: Path,
-    work: Path,
-    out: Path,
-    data: Path,
+    places: Places,
     held_out: Path | None,
     recipe_name: str,
     changes: tuple[str, ...],
@@ -199,13 +374,12 @@ def run(
     What can only fail is refused before anything is started. What the resumed part has done until
     the time limit is reported, too; if it stood still, the command fails then.
     """
-    with whole_checks.refusing():
-        recipe = whole_checks.shipped(recipe_name, changes)
+    with refusing():
+        recipe = shipped(recipe_name, changes)
         reloads = reload_steps if others else 0
-        course = whole_checks.course(recipe, save_after, kill_after, profile_after, reloads)
-        folders = (site.resolve(), work.resolve(), out.resolve(), data.resolve())
-        bench = Bench(recipe, changes, *folders, timeout)
-        options = first_options(bench, course, held_out)
+        steps = course(recipe, save_after, kill_after, profile_after, reloads)
+        bench = Bench(recipe, changes, *places, timeout)
+        options = first_options(bench, steps, held_out)
         again = [reloading(bench, other) for other in others]
         check(bench, options)
         for one in again:
@@ -213,20 +387,19 @@ def run(
     checkpoints = bench.work / CHECKPOINTS
     if checkpoints.exists():
         raise click.ClickException(f"{checkpoints} exists: a run would resume from it")
-    for folder in (work, out):
-        folder.mkdir(parents=True, exist_ok=True)
-    facts = {
-        **slice_training.header(bench),
-        "benchmark": "whole_training",
-        "held_out": held_out_facts(options),
-    }
+    places.create()
+    held = runs.described(Path(options.held_out[0])) if options.held_out else None
+    result = {**runs.header(bench), "benchmark": "whole_training", "held_out": held}
     bench.clear(NAME)
     tree = bench.tree(NAME)
-    stopped, found = killed_and_resumed(bench, tree, options, course, others, save_once)
-    result = facts | found
+    unsaved = "it was started with `--save-once`" if save_once else ""
+    if others:
+        unsaved = f"the checkpoint that it resumed from is loaded by {' and '.join(others)}"
+    stopped, found = killed_and_resumed(bench, tree, options, steps, unsaved)
+    result |= found
     result["headline"] = headline(result)
-    target = out / f"{name or recipe.name}.json"
-    write(target, result)
+    name = name or recipe.name
+    page = results.save(bench.out, name, result, whole_report.page(result))
     loads = RunOptions(load=checkpoints, exit_interval=save_after + reload_steps)
     failed = [stopped.message] if isinstance(stopped, StoodStill) else []
     for one in again:
@@ -236,105 +409,10 @@ def run(
             failed.append(f"{one.recipe.name}: {error}")
         else:
             result.setdefault("reloads", []).append(reload)
-            write(target, result)
-    print(whole_report.page(result))
+            page = results.save(bench.out, name, result, whole_report.page(result))
+    print(page)
     if failed:
         raise click.ClickException("\n".join(failed))
-
-
-def check(bench: Bench, options: RunOptions) -> None:
-    """Check a start of the run.
-
-    Raises:
-        CppmegaError: its ranks would refuse it.
-        ClickException: this host has too few GPUs.
-    """
-    data = (str(bench.data),)
-    whole_checks.check_start(bench.recipe, replace(options, data=data), bench.site)
-    whole_checks.check_gpus(bench.recipe)
-
-
-def first_options(bench: Bench, course: Course, held_out: Path | None) -> RunOptions:
-    """The options of the start that is killed, beside those that a bench gives to all."""
-    evaluates = bench.recipe.eval_interval > 0  # else, the trainer refuses held-out data
-    options = RunOptions(
-        held_out=(str(held_out.resolve()),) if held_out is not None and evaluates else (),
-        save=bench.work / CHECKPOINTS,
-        save_interval=course.save_after,
-    )
-    if course.profile_after is None:
-        return options
-    return replace(
-        options,
-        profile=whole_checks.PROFILED,
-        profile_after=course.profile_after,
-        profile_folder=bench.out / "profile",
-    )
-
-
-def killed_and_resumed(
-    bench: Bench,
-    tree: Path,
-    options: RunOptions,
-    course: Course,
-    others: Sequence[str],
-    save_once: bool,
-) -> tuple[Stopped | None, dict[str, Any]]:
-    """The measurement of the run, whose checkpoint other recipes may load afterwards.
-
-    Returns:
-        Why the resumed part was stopped, if it was, and the measurement.
-    """
-    killed = part(bench, tree, options, course.kill_after)
-    notes, again = [], replace(options, profile=None)
-    why = why_unsaved(bench.work / CHECKPOINTS, others, save_once)
-    if why:
-        notes.append(f"The resumed part saved nothing: {why}.")
-        again = replace(again, save=None, load=options.save)
-    resumed = part(bench, tree, again)
-    if resumed.stopped is not None:
-        last = max((row.get("step", 0) for row in resumed.rows), default=0)
-        why = resumed.stopped.message.partition(":")[0]
-        notes.append(f"It was stopped after step {last} of {bench.recipe.train_iters}: {why}.")
-    return resumed.stopped, {
-        **whole_report.measured(killed.rows, resumed.rows, course.save_after),
-        "seconds_to_first_step": [round(killed.first, 1), round(resumed.first, 1)],
-        "saves": whole_report.saves(killed.said) + whole_report.saves(resumed.said),
-        **({"note": " ".join(notes)} if notes else {}),
-    }
-
-
-def why_unsaved(checkpoints: Path, others: Sequence[str], save_once: bool) -> str:
-    """Why the resumed part saves nothing; empty: it saves."""
-    if others:
-        return f"the checkpoint that it resumed from is loaded by {' and '.join(others)}"
-    if save_once:
-        return "it was started with `--save-once`"
-    return "" if room_for_another(checkpoints) else "the disk had no room for a second checkpoint"
-
-
-def write(target: Path, result: dict[str, Any]) -> None:
-    """Write the result and its page."""
-    target.write_text(json.dumps(result, indent=1) + "\n")
-    target.with_suffix(".md").write_text(whole_report.page(result))
-
-
-def room_for_another(checkpoints: Path) -> bool:
-    """Whether the disk has room for a second checkpoint beside the first."""
-    size = sum(each.stat().st_size for each in checkpoints.rglob("*") if each.is_file())
-    return shutil.disk_usage(checkpoints).free > 1.1 * size
-
-
-def held_out_facts(options: RunOptions) -> dict[str, Any] | None:
-    """What the held-out data are; None in a run that does not evaluate."""
-    if not options.held_out:
-        return None
-    found = corpus.open_(Path(options.held_out[0]))
-    return {
-        "fingerprint": found.card.fingerprint if found.card else "",
-        "tokens": found.tokens,
-        "documents": found.documents,
-    }
 
 
 @main.command()

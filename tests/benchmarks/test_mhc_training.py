@@ -19,7 +19,7 @@ from cppmega.recipe.render import render
 from tests.support import patched, python
 
 training = importlib.import_module("benchmarks.slices.mhc_training")
-report = importlib.import_module("benchmarks.slices.mhc_training_report")
+curves = importlib.import_module("benchmarks.slices.curves")
 
 GIB = 2**30
 CURVE = {"loss": [3.0, 2.0], "grad norm": [1.0, 0.5]}
@@ -43,7 +43,7 @@ SAVED = 0.25 * GIB
 def test_a_curve_is_judged_by_the_noise_of_the_references(
     curve: list[float], references: list[list[float]], found: str
 ) -> None:
-    assert report.verdict(curve, references)[-1] == found
+    assert curves.verdict(curve, references)[-1] == found
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_memory_is_counted_above_the_parameters(
         "layers": 8,
         "stream_bytes": SAVED / 4,
     }
-    assert said in report.kept("recomputed", run, base, together)
+    assert said in training.kept("recomputed", run, base, together)
 
 
 @pytest.mark.parametrize(("ours", "said"), [(140.0, "met"), (141.0, "missed")])
@@ -73,7 +73,7 @@ def test_the_time_of_streams_is_compared_with_that_of_devs_kernels(ours: float, 
     step: dict[str, Any] = {"backends": "triton"}
     for name, milliseconds in times.items():
         step[name] = {"milliseconds": milliseconds, "peak_bytes": GIB, "loss": 11.0}
-    *rows, _, verdict = report.in_dev(step)
+    *rows, _, verdict = training.in_dev(step)
     assert "| dev | 200.0 | 100.0 | 1.00 | 11.0000 |" in rows
     assert verdict.endswith(f"the target of 40% is {said}.")
 
@@ -84,10 +84,10 @@ def test_every_run_of_a_recipe_says_what_it_changes() -> None:
             recipe = recipes_index.with_text(recipes_index.load(training.RECIPES[part]), changes)
             argv = render(recipe, "0.19.2").argv
             assert ("--enable-mhc-connections" in argv) is (label != "without")
-            plain = label in ("without", *report.REFERENCES)
+            plain = label in ("without", *training.REFERENCES)
             assert ("--use-fused-mhc" in argv) is not plain
-            assert ("mhc" in argv) is (label in report.BLOCKS)
-            assert recipe.mhc_recompute_layer_num == report.BLOCKS.get(label)
+            assert ("mhc" in argv) is (label in training.BLOCKS)
+            assert recipe.mhc_recompute_layer_num == training.BLOCKS.get(label)
 
 
 class Stub:
@@ -136,17 +136,15 @@ def made_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(training, "Bench", Stub)
-    monkeypatch.setattr(training.sides, "copy", lambda site, root: None)
-    monkeypatch.setattr(training, "apply", lambda root, pages: None)
+    monkeypatch.setattr(training.trees, "copy", lambda site, root: None)
+    monkeypatch.setattr(training.trees, "apply", lambda root, *options: None)
     facts: dict[str, Any] = {"recipe": "gpt_mhc_h200", "changes": [], "date": "d", "gpus": 1}
     facts |= {"stack": {"gpu": "NVIDIA H200"}, "data": dict.fromkeys(("fingerprint", "documents"))}
     facts["data"]["tokens"] = 1
     monkeypatch.setattr(training, "header", lambda bench: facts)
     said = json.dumps({"GPT": CURVE, "hybrid": CURVE})
     command = [sys.executable, "-c", f"print({said!r})"]
-    monkeypatch.setattr(
-        sys.modules["benchmarks.slices.training"], "command_of", lambda *given, **named: command
-    )
+    monkeypatch.setattr(training.training_runs, "command_of", lambda *given, **named: command)
     monkeypatch.setattr(Stub, "seen", [], raising=False)
 
     def make(seconds: float = 600.0, **how: Any) -> Any:
@@ -179,10 +177,10 @@ def test_runs_are_written_one_by_one_and_continued(made: Made, tmp_path: Path) -
     assert (tmp_path / result["log"]).is_file() and "loss" not in result["runs"]["overlay"]
     repeated = {**kept, "gpt": {**kept["gpt"]}}
     repeated["gpt"]["without"] = kept["gpt"]["without"] | {"milliseconds": 400.0}
-    assert "| ours | 500.0 | +0.0% | 9 |" in "\n".join(report.table(repeated))
+    assert "| ours | 500.0 | +0.0% | 9 |" in "\n".join(training.table(repeated))
     del kept["gpt"]["ours"]["milliseconds_without"]
-    assert "| ours | 500.0 | another call | 9 | 61.00 | +1.00 |" in "\n".join(report.table(kept))
-    report.draw(kept, tmp_path / "curves.png")
+    assert "| ours | 500.0 | another call | 9 | 61.00 | +1.00 |" in "\n".join(training.table(kept))
+    training.draw(kept, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     Stub.seen.clear()
     with pytest.raises(click.ClickException):

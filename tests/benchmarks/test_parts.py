@@ -19,9 +19,8 @@ from cppmega.recipe import index as recipes_index
 from cppmega.recipe.run_options import RunOptions
 from cppmega.training.options import read
 
-training = importlib.import_module("benchmarks.slices.training")
+runs = importlib.import_module("benchmarks.harness.runs")
 parts = importlib.import_module("benchmarks.whole.parts")
-report = importlib.import_module("benchmarks.whole.parts_report")
 shuffled_structure = importlib.import_module("benchmarks.whole.shuffled_structure")
 
 EFFECT = {"no_ngram": 0.1, "shuffled": -0.1}
@@ -41,7 +40,7 @@ with open(metrics, "a") as file:
 STACK = {"torch": "2.11.0", "gpu": "NVIDIA H200"}
 
 
-class Bench(training.Bench):  # type: ignore[misc, name-defined]
+class Bench(runs.Bench):  # type: ignore[misc, name-defined]
     """Runs a stand-in for the trainer, and keeps the options that it was started with."""
 
     started: dict[str, RunOptions]
@@ -67,8 +66,8 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(parts, "Bench", Bench)
     monkeypatch.setattr(parts, "shuffled", lambda prefix, to, seed: to)
     data = {"fingerprint": "0", "documents": 1, "tokens": 2}
-    header = {"recipe": report.RECIPE, "date": "2026-11-24", "stack": STACK, "data": data}
-    monkeypatch.setattr(training, "header", lambda bench: header)
+    header = {"recipe": parts.RECIPE, "date": "2026-11-24", "stack": STACK, "data": data}
+    monkeypatch.setattr(runs, "header", lambda bench: header)
     places = {name: str(tmp_path / name) for name in ("site", "work", "out", "data", "held-out")}
     return [word for name, place in places.items() for word in (f"--{name}", place)]
 
@@ -79,7 +78,7 @@ def test_every_variant_trains_from_every_seed_on_the_same_samples(
     with pytest.raises(SystemExit) as end:
         parts.main([*asked, "--jobs", "2"], standalone_mode=False)
     assert end.value.code == 0
-    assert len(Bench.started) == 3 * len(report.VARIANTS)
+    assert len(Bench.started) == 3 * len(parts.VARIANTS)
     for name, options in Bench.started.items():
         assert f"seed={name[-1]}" in options.changes
         places = {*options.data, *options.held_out}
@@ -99,14 +98,14 @@ def test_every_variant_trains_from_every_seed_on_the_same_samples(
     Bench.started = {}
     with pytest.raises(SystemExit):
         parts.main([*asked, "--seeds", "1,2,3,4"], standalone_mode=False)
-    assert set(Bench.started) == {f"{name}-4" for name in report.VARIANTS}, "a run was repeated"
+    assert set(Bench.started) == {f"{name}-4" for name in parts.VARIANTS}, "a run was repeated"
 
 
 def test_variants_are_models_without_the_part() -> None:
-    whole = recipes_index.load(report.RECIPE)
+    whole = recipes_index.load(parts.RECIPE)
     made = {
         name: recipes_index.with_text(whole, variant.changes)
-        for name, variant in report.VARIANTS.items()
+        for name, variant in parts.VARIANTS.items()
     }
     assert set(whole.layout.letters) == set(recipes_index.load("nam56r_h200_1gpu").layout.letters)
     assert whole.ngram_hash is not None and made["no_ngram"].ngram_hash is None
@@ -118,13 +117,13 @@ def test_variants_are_models_without_the_part() -> None:
 
 @pytest.mark.parametrize("wrong", [{"mock_data": True}, {"losses": {"lm loss": float("nan")}}])
 def test_what_is_not_a_result(wrong: dict[str, Any]) -> None:
-    losses = dict.fromkeys(report.LOSSES, 9.0)
+    losses = dict.fromkeys(parts.HEADS, 9.0)
     rows = [{"start": "r", "overlay": "a"}, {"evaluated": 1, "losses": losses, "mock_data": False}]
-    assert report.curve(rows)["held_out"]["1"] == losses
+    assert parts.curve(rows)["held_out"]["1"] == losses
     if "losses" in wrong:
         wrong = {"losses": losses | wrong["losses"]}
     with pytest.raises(click.ClickException):
-        report.curve([rows[0], rows[1] | wrong])
+        parts.curve([rows[0], rows[1] | wrong])
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch, which Megatron's builder imports

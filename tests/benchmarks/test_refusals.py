@@ -74,7 +74,7 @@ def ran(
 
     header = {"date": "2026-01-01", "gpus": 2, "stack": {"gpu": "NVIDIA H200"}}
     monkeypatch.setattr(refusals, "Ranks", Ranks)
-    monkeypatch.setattr(refusals.slice_training, "header", lambda bench: dict(header))
+    monkeypatch.setattr(refusals.runs, "header", lambda bench: dict(header))
     monkeypatch.setattr(refusals, "_rank", lambda process, number: process)
     places = ("--site", "s", "--data", "d", "--work", str(folder / "w"), "--out", str(folder))
     return CliRunner().invoke(refusals.main, [*places, "--gpus", "2", "--timeout", "60"])

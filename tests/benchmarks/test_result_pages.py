@@ -13,7 +13,7 @@ from tests.support import REPOSITORY
 pytest.importorskip("torch")
 RESULTS = REPOSITORY / "benchmarks" / "results"
 BENCHMARKS = {
-    "mhc_training": ("slices.mhc_training", "of_recipe"),
+    "mhc_training": ("slices.report", "table"),
     "parts": ("whole.parts", "report"),
     "refusals": ("whole.refusals", "page"),
     "slice_training": ("slices.report", "table"),
@@ -35,7 +35,7 @@ NAMES = {
     "linear_cross_entropy_pull_3345_h200": ("linear_cross_entropy", "page"),
     "mamba3_h200": ("mamba3", "table"),
     "mhc_h200": ("mhc", "page"),
-    "mhc_training_h200": ("slices.mhc_training_report", "table"),
+    "mhc_training_h200": ("slices.mhc_training", "table"),
     "mhc_upstream": ("mhc_upstream", "table"),
     "mixer_curves_h100": ("slices.mixer_curves", "table"),
     "mixer_curves_h200": ("slices.mixer_curves", "table"),

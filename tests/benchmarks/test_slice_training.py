@@ -16,7 +16,7 @@ import pytest
 from cppmega.recipe import index as recipes_index
 from tests.support import PATIENCE
 
-bench = importlib.import_module("benchmarks.slices.training")
+runs = importlib.import_module("benchmarks.harness.runs")
 report = importlib.import_module("benchmarks.slices.report")
 
 
@@ -122,7 +122,7 @@ def test_the_pools_of_cuda_graphs_are_a_row_only_where_a_run_has_them() -> None:
 def a_bench(tmp_path: Path) -> Any:
     """A bench in a temporary folder."""
     recipe = recipes_index.load("nam56r_h200_slice")
-    return bench.Bench(recipe, (), tmp_path, tmp_path, tmp_path, tmp_path / "data", 20.0)
+    return runs.Bench(recipe, (), tmp_path, tmp_path, tmp_path, tmp_path / "data", 20.0)
 
 
 def test_a_run_is_killed_at_its_step_with_all_its_children(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_run_is_killed_at_its_step_with_all_its_children(tmp_path: Path) -> No
     own.wait("resume", process, until=3)
     assert process.poll() is None
     child = own.rows("resume")[0]["child"]
-    bench.kill(process)
+    runs.kill(process)
     deadline = time.monotonic() + PATIENCE
     while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
         state = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]

@@ -26,9 +26,8 @@ from cppmega.training.requirements import check_profile
 from tests.runs.test_profile import made_profile
 from tests.support import pristine
 
-training = importlib.import_module("benchmarks.slices.training")
+runs = importlib.import_module("benchmarks.harness.runs")
 slices = importlib.import_module("benchmarks.slices.turns")
-report = importlib.import_module("benchmarks.slices.turns_report")
 INDEXER = slices.SUBJECTS["indexer"]
 MILLISECONDS = {
     "before": 1000,
@@ -57,7 +56,7 @@ sys.exit(late)
 """
 
 
-class Bench(training.Bench):  # type: ignore[misc, name-defined]
+class Bench(runs.Bench):  # type: ignore[misc, name-defined]
     """Runs a stand-in for the trainer; keeps the options that it was started with."""
 
     full: tuple[str, ...] = ()
@@ -283,11 +282,11 @@ def test_curves_are_judged_by_the_noise_of_two_stock_runs(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 11.5])
 def test_ours_is_not_within_the_noise_by_accident(value: float) -> None:
-    gap = report.from_both(11.0, 11.1, value)
+    gap = slices.from_both(11.0, 11.1, value)
     assert gap >= 0.4
     stock, again = {1: 11.0, 2: 10.0}, {1: 11.1, 2: 10.0}
-    assert report._verdict(stock, again, {1: value, 2: 10.0})[-1] == "**beyond the noise**"
-    assert "other steps" in report._verdict(stock, again, {1: 11.0})[-1]
+    assert slices._verdict(stock, again, {1: value, 2: 10.0})[-1] == "**beyond the noise**"
+    assert "other steps" in slices._verdict(stock, again, {1: 11.0})[-1]
 
 
 def test_the_pools_of_cuda_graphs_are_a_column_only_where_a_run_has_them() -> None:
@@ -295,11 +294,11 @@ def test_the_pools_of_cuda_graphs_are_a_column_only_where_a_run_has_them() -> No
     row |= {"tokens_per_second": 8192.0, "peak_gib": 50.0}
     full = {"side": "before", "out_of_memory": True}
     plain = {"before1": full, "after1": row}
-    head, line, *cells = report._speed({"runs": plain}, None)
+    head, line, *cells = slices._speed({"runs": plain}, None)
     assert head.endswith("| peak memory, GiB |") and line == "|" + "---|" * 7
     assert cells[1].endswith("| 8192 | 50.00 |")
     graphs = {"before1": full, "before2": row, "after1": row | {"graph_pool_gib": 3.21}}
-    head, line, *cells = report._speed({"runs": graphs}, None)
+    head, line, *cells = slices._speed({"runs": graphs}, None)
     assert head.endswith("| peak memory, GiB | reserved for CUDA graphs, GiB |")
     assert line == "|" + "---|" * 8
     assert [each.count("|") for each in cells[:3]] == [9, 9, 9]
@@ -314,22 +313,22 @@ def test_curves_state_the_pools_of_cuda_graphs() -> None:
     ]
     found = slices.curve(steps)
     assert found["graph_pool_gib"] == 3.21
-    (text,) = report._speed_of_curves({"runs": {"ours1": found}})
+    (text,) = slices._speed_of_curves({"runs": {"ours1": found}})
     assert text.endswith("(peak memory): ours1 8192 (50.0 GiB, CUDA graphs 3.2).")
-    (text,) = report._speed_of_curves({"runs": {"stock1": slices.curve([steps[0]])}})
+    (text,) = slices._speed_of_curves({"runs": {"stock1": slices.curve([steps[0]])}})
     assert text.endswith("(peak memory): stock1 8192 (50.0 GiB).")
 
 
 def test_a_ratio_has_the_spread_of_any_two_runs() -> None:
-    middle, low, high = report.ratio([130.0, 120.0], [100.0, 90.0])
+    middle, low, high = slices.ratio([130.0, 120.0], [100.0, 90.0])
     assert (middle, low, high) == pytest.approx((125 / 95, 1.2, 130 / 90))
-    assert report.ratio([], [1.0]) is None
+    assert slices.ratio([], [1.0]) is None
 
 
 def test_a_curve_that_ran_out_of_memory_is_not_judged() -> None:
     sides = {"stock": {"out_of_memory": True}, "again": {"losses": {}}, "ours": {"losses": {}}}
     runs = {f"{side}1": {"side": side, **run} for side, run in sides.items()}
-    found = report.report(INDEXER, {"curves_dense": {"stack": {}, "date": "", "runs": runs}}, {})
+    found = slices.report(INDEXER, {"curves_dense": {"stack": {}, "date": "", "runs": runs}}, {})
     assert "Not all curves have a result." in found
 
 
@@ -357,9 +356,12 @@ def test_before_is_the_whole_overlay_but_for_the_named_pages(
     del made.tree
     made.bench.tree = lambda name: tmp_path / name
     asked = []
-    monkeypatch.setattr(slices, "applied", lambda root: {"after": ("one", "two", "six")}[root.name])
-    monkeypatch.setattr(slices, "apply", lambda root, pages: asked.append((root.name, pages)))
-    monkeypatch.setattr(slices.sides, "copy", lambda site, root: None)
+    pages = {"after": ("one", "two", "six")}
+    monkeypatch.setattr(slices.trees, "applied", lambda root: pages[root.name])
+    monkeypatch.setattr(
+        slices.trees, "apply", lambda root, *words: asked.append((root.name, words[1::2]))
+    )
+    monkeypatch.setattr(slices.trees, "copy", lambda site, root: None)
     for side in ("before", "again"):
         made.tree(side)
     assert asked == [("before", ("one", "six")), ("stock", slices.REFERENCE)]
@@ -371,6 +373,6 @@ def test_before_is_the_whole_overlay_but_for_the_named_pages(
 @pytest.mark.slow
 @pytest.mark.megatron
 def test_only_the_named_pages_are_applied(tmp_path: Path) -> None:
-    slices.sides.copy(pristine("0.19.2"), tmp_path / "stock")
-    slices.apply(tmp_path / "stock", slices.REFERENCE)
-    assert set(slices.applied(tmp_path / "stock")) == set(slices.REFERENCE)
+    pages = slices.trees.only(slices.REFERENCE)
+    root = slices.trees.made(pristine("0.19.2"), tmp_path / "stock", *pages)
+    assert set(slices.trees.applied(root)) == set(slices.REFERENCE)

@@ -71,7 +71,7 @@ def test_rows_run_once_each_in_their_own_environment(
         return tmp_path / name
 
     monkeypatch.setattr(rows.Bench, "tree", tree)
-    monkeypatch.setattr(rows.slice_training, "header", header)
+    monkeypatch.setattr(rows.runs, "header", header)
     monkeypatch.setenv(*MAMBA_RECOMPUTE)  # as the call of another run may have left it
     places = ("--site", "s", "--work", str(tmp_path / "w"), "--data", "d")
     arguments = [

@@ -18,7 +18,6 @@ from cppmega.recipe import index as recipes_index
 from tests.support import pristine
 
 whole = importlib.import_module("benchmarks.whole.training")
-checks = importlib.import_module("benchmarks.whole.checks")
 report = importlib.import_module("benchmarks.whole.report")
 
 TRAINS = """
@@ -109,10 +108,12 @@ def ran(
     }
     monkeypatch.setattr(whole.Bench, "start", start)
     monkeypatch.setattr(whole.Bench, "tree", lambda bench, name: tmp_path)
-    monkeypatch.setattr(whole.slice_training, "header", lambda bench: facts)
-    monkeypatch.setattr(whole.corpus, "open_", lambda prefix: SimpleNamespace(card=None, **HELD))
-    monkeypatch.setattr(checks, "check_start", lambda recipe, options, site: None)
-    monkeypatch.setattr(checks, "check_gpus", lambda recipe: None)
+    monkeypatch.setattr(whole.runs, "header", lambda bench: facts)
+    monkeypatch.setattr(
+        whole.runs.corpus, "open_", lambda prefix: SimpleNamespace(card=None, **HELD)
+    )
+    monkeypatch.setattr(whole, "check_start", lambda recipe, options, site: None)
+    monkeypatch.setattr(whole, "check_gpus", lambda recipe: None)
     monkeypatch.chdir(tmp_path)
     done = invoked(tmp_path, *STEPS, *options)
     assert done.exit_code == int(fails), done.output
@@ -261,7 +262,7 @@ def test_only_the_killed_start_is_profiled_and_only_where_the_profile_fits(
     assert "--profile" in killed and "--profile" not in resumed
     recipe = recipes_index.load(NAME).with_(train_iters=120)
     for kill_after, expected in ((41, None), (42, 40), (60, 40)):
-        assert checks.course(recipe, 40, kill_after, None, 0).profile_after == expected
+        assert whole.course(recipe, 40, kill_after, None, 0).profile_after == expected
 
 
 @pytest.mark.slow
@@ -330,26 +331,26 @@ def test_a_recipe_for_more_gpus_than_the_host_has_is_refused(
 ) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    checks.check_gpus(recipes_index.load(NAME))
+    whole.check_gpus(recipes_index.load(NAME))
     with pytest.raises(click.ClickException, match="takes 4 GPUs, and this host has 2"):
-        checks.check_gpus(recipes_index.load("nam56r_h200_4gpu_ep4"))
+        whole.check_gpus(recipes_index.load("nam56r_h200_4gpu_ep4"))
 
 
 def test_a_checkpoint_by_bucket_is_loaded_with_other_replicas_only() -> None:
     two, one = (recipes_index.load(name) for name in (NAME, "nam56r_h200_1gpu"))
-    checks.check_layouts(one, one.with_(gpus=2, overlap_grad_reduce=True))
-    checks.check_layouts(two.with_(dist_ckpt_optim_fully_reshardable=True), one)
+    whole.check_layouts(one, one.with_(gpus=2, overlap_grad_reduce=True))
+    whole.check_layouts(two.with_(dist_ckpt_optim_fully_reshardable=True), one)
     with pytest.raises(click.UsageError, match="another layout"):
-        checks.check_layouts(two, one)
+        whole.check_layouts(two, one)
 
 
 def test_the_other_recipe_trains_the_same_steps_and_evaluates_nothing(tmp_path: Path) -> None:
     changes = ("train_iters=30", "global_batch_size=32", *RESHARDABLE[1:])
-    recipe = checks.shipped(NAME, changes)
+    recipe = whole.shipped(NAME, changes)
     bench = whole.Bench(recipe, changes, tmp_path, tmp_path, tmp_path, tmp_path, 1.0)
     other = recipes_index.load("nam56r_small_cut")
     assert other.eval_interval and other.train_iters != 30
     again = whole.reloading(bench, other.name)
     assert again.recipe.eval_interval == 0
     assert (again.recipe.train_iters, again.recipe.global_batch_size) == (30, 32)
-    assert checks.shipped(other.name, again.changes) == again.recipe  # as the ranks change it
+    assert whole.shipped(other.name, again.changes) == again.recipe  # as the ranks change it

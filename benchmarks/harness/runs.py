@@ -1,0 +1,297 @@
+"""Training runs, each a process of its own: started, watched, killed and read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, ClassVar
+
+import click
+import psutil
+
+from benchmarks import REPOSITORY
+from benchmarks.harness import trees
+from cppmega.data import corpus
+from cppmega.host.wording import counted
+from cppmega.recipe import Recipe
+from tests.support import command_of, free_port
+
+STARTS = ("dataset_helpers_prebuilt", "dsa_hadamard_transform")
+"""Without these, stock does not take a step: no Makefile in the wheel, no Hadamard package."""
+_FULL = "OutOfMemoryError"
+Row = dict[str, Any]
+"""A line of a run's metrics."""
+
+
+class Stopped(click.ClickException):
+    """A run was stopped; the steps that it has logged count."""
+
+
+class TimeIsUp(Stopped):
+    """A run was stopped at its time limit."""
+
+
+class StoodStill(Stopped):
+    """A run was stopped because it no longer wrote anything."""
+
+
+@dataclass
+class Bench:
+    """The folders, and what all runs have in common."""
+
+    recipe: Recipe
+    changes: tuple[str, ...]
+    site: Path
+    work: Path
+    out: Path
+    data: Path
+    timeout: float
+    period: ClassVar[float] = 0.5
+    """Seconds between two looks at a run."""
+    quiet: ClassVar[float] = 500.0
+    """Seconds without a word after which a run is stopped; a resharded save of 76 GiB took 265."""
+
+    def tree(self, name: str, *options: str) -> Path:
+        """A copy of the pristine megatron with that variant's pages.
+
+        Args:
+            name: of the variant; `stock` has only what it needs to start.
+            options: of the command that applies the patches.
+        """
+        pages = trees.only(STARTS) if name == "stock" else ("--kind", "all")
+        return trees.made(self.site, self.work / "trees" / name, *pages, *options)
+
+    def program(self, tree: Path) -> tuple[str, ...]:
+        """What torchrun starts in every rank, before the script and its arguments."""
+        return ("-m", "cppmega.run", "--megatron", str(tree))
+
+    def start(self, name: str, tree: Path, *options: str) -> subprocess.Popen[bytes]:
+        """Start a training run in a process group of its own."""
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc_per_node", str(self.recipe.gpus), *self.program(tree)),
+            str(REPOSITORY / "scripts" / "train.py"),
+            *(self.recipe.name, "--data", str(self.data)),
+            *("--data-cache", str(self.work / "cache"), "--metrics", str(self.metrics(name))),
+            *(word for change in self.changes for word in ("--set", change)),
+            *options,
+        ]
+        print(f"{name}: {' '.join(command)}", file=sys.stderr)
+        with self.log(name).open("ab") as log:
+            return subprocess.Popen(
+                command, env=trees.environment(), stdout=log, stderr=log, start_new_session=True
+            )
+
+    def metrics(self, name: str) -> Path:
+        """The file to which a run writes its steps."""
+        return self.out / f"{name}.jsonl"
+
+    def log(self, name: str) -> Path:
+        """The file with what a run's ranks print."""
+        return self.out / f"{name}.log"
+
+    def said(self, name: str) -> str:
+        """What a run's ranks have printed so far."""
+        return self.log(name).read_text(errors="replace")
+
+    def clear(self, name: str) -> None:
+        """Delete what an earlier call wrote: runs append, so that one can be killed and resumed."""
+        for old in (self.metrics(name), self.log(name)):
+            old.unlink(missing_ok=True)
+
+    def rows(self, name: str) -> list[Row]:
+        """The rows of a run so far, headers included; an unfinished line is left out."""
+        path = self.metrics(name)
+        lines = path.read_text().split("\n")[:-1] if path.is_file() else []
+        return [json.loads(line) for line in lines]
+
+    def wait(
+        self,
+        name: str,
+        process: subprocess.Popen[bytes],
+        until: int | None = None,
+        after: int = 0,
+    ) -> None:
+        """Wait for a run's end, or until it has logged a step.
+
+        The first `after` rows are those of an earlier start.
+
+        Raises:
+            Stopped: at its time limit, or after `quiet` seconds without a word.
+            MemoryError: its GPU had too little memory.
+            ClickException: it failed.
+        """
+        started = heard = time.monotonic()
+        shown, written = 0, -1
+        while process.poll() is None:
+            step = max((row.get("step", 0) for row in self.rows(name)[after:]), default=0)
+            if step >= shown + 10:
+                shown = step
+                print(f"{name}: step {step}", file=sys.stderr)
+            if until is not None and step >= until:
+                return
+            now = time.monotonic()
+            files = (self.log(name), self.metrics(name))
+            size = sum(file.stat().st_size for file in files if file.is_file())
+            if size != written:
+                heard, written = now, size
+            if now > started + self.timeout:
+                kill(process)
+                raise TimeIsUp(f"{name} ran for more than {self.timeout:.0f} s")
+            if now > heard + self.quiet:
+                kill(process)
+                tail = self.said(name)[-3000:]
+                raise StoodStill(f"{name} stood still for {self.quiet:.0f} s:\n{tail}")
+            time.sleep(self.period)
+        if process.returncode:
+            said = self.said(name)
+            if _FULL in said:
+                raise MemoryError(name)
+            raise click.ClickException(f"{name} exited with {process.returncode}:\n{said[-3000:]}")
+
+    def until(self, process: subprocess.Popen[bytes], holds: Callable[[], bool], what: str) -> bool:
+        """Wait until something holds, and say whether it does; not if the run has ended before.
+
+        Raises:
+            TimeIsUp: it was stopped at its time limit; says what did not happen.
+        """
+        deadline = time.monotonic() + self.timeout
+        while not holds():
+            if process.poll() is not None:
+                return False
+            if time.monotonic() > deadline:
+                kill(process)
+                raise TimeIsUp(f"{what} after {self.timeout:.0f} s more")
+            time.sleep(self.period)
+        return True
+
+
+def trained(bench: Any, name: str, tree: Path, *options: str) -> list[Row] | None:
+    """The rows of a new run after its end; None if its GPU had too little memory.
+
+    Raises:
+        ClickException: what `Bench.wait` raises.
+    """
+    bench.clear(name)
+    try:
+        bench.wait(name, bench.start(name, tree, *options))
+    except MemoryError:
+        return None
+    rows: list[Row] = bench.rows(name)
+    return rows
+
+
+def profiled(steps: int, after: int, folder: Path) -> tuple[str, ...]:
+    """The options of a run of which some steps are profiled."""
+    return (
+        *("--profile", str(steps), "--profile-after", str(after)),
+        *("--profile-folder", str(folder)),
+    )
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a run and all its ranks, which torchrun gives sessions of their own, unwarned."""
+    for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+    process.wait()
+
+
+def prepare(prefix: Path, site: Path, text: Sequence[Path] = (), structure: bool = False) -> Path:
+    """Prepare text as a dataset: the given folders, or the sources of Python's standard library."""
+    if not corpus.with_suffix(prefix, ".json").is_file():
+        sources = text or (Path(os.__file__).parent,)
+        command = [sys.executable, str(REPOSITORY / "scripts" / "prepare_data.py")]
+        command += ["--out", str(prefix), *map(str, sources)]
+        command += [] if text else ["--suffix", ".py"]
+        command += ["--structure"] if structure else []
+        subprocess.run(command, check=True, env=trees.environment(site), stdout=sys.stderr)
+    return prefix
+
+
+def said(
+    root: Path, code: str, variables: Mapping[str, str], log: Path, timeout: float | None = None
+) -> dict[str, Any]:
+    """What code prints as JSON on a line of its own, in a process of one rank that runs a tree.
+
+    Args:
+        root: the tree.
+        code: the text of a module.
+        variables: in addition to this environment.
+        log: where its standard error goes.
+        timeout: seconds after which it is stopped.
+
+    Raises:
+        ClickException: it has failed; with the end of the log.
+    """
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    rank["MASTER_PORT"] = str(free_port())
+    with log.open("w") as errors:
+        done = subprocess.run(
+            command_of(root, code, fresh=True),
+            env={**trees.environment(), **rank, **variables},
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            timeout=timeout,
+        )
+    if done.returncode:
+        raise click.ClickException(f"{log.stem}: {log.read_text(errors='replace')[-3000:]}")
+    line = [each for each in done.stdout.splitlines() if each.startswith("{")][-1]
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+_STACK = """
+import json, torch, importlib.metadata as m
+stack = {'torch': torch.__version__, 'cuda': torch.version.cuda}
+stack['gpu'] = torch.cuda.get_device_name()
+for name in ('megatron-core', 'transformer-engine', 'triton', 'tilelang'):
+    try: stack[name] = m.version(name)
+    except m.PackageNotFoundError: pass
+print(json.dumps(stack))
+"""
+
+
+def header(bench: Bench) -> dict[str, Any]:
+    """The header of a result: recipe, software, data."""
+    done = subprocess.run(
+        [sys.executable, "-c", _STACK], capture_output=True, text=True, env=trees.environment()
+    )
+    if done.returncode:
+        why = done.stderr.strip().rpartition("\n")[2]
+        raise click.ClickException(f"This host has no GPU that torch can use. {why}")
+    return {
+        "schema": 1,
+        "benchmark": "slice_training",
+        "recipe": bench.recipe.name,
+        "changes": list(bench.changes),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "gpus": bench.recipe.gpus,
+        "stack": json.loads(done.stdout),
+        "data": {**described(bench.data), "mock": False},
+    }
+
+
+def described(prefix: Path) -> dict[str, Any]:
+    """What a result says about a dataset."""
+    found = corpus.open_(prefix)
+    return {
+        "fingerprint": found.card.fingerprint if found.card else "",
+        "tokens": found.tokens,
+        "documents": found.documents,
+    }
+
+
+def on(result: Mapping[str, Any]) -> str:
+    """`2 GPUs; torch 2.11, ...` of a result's header."""
+    stack = ", ".join(f"{name} {version}" for name, version in result["stack"].items())
+    return f"{counted(result['gpus'], 'GPU')}; {stack}."
