@@ -15,6 +15,7 @@ import click
 
 from cppmega import __version__
 from cppmega.errors import CppmegaError
+from cppmega.host import command_words
 
 if TYPE_CHECKING:
     from cppmega.overlay.verbs import Outcome, Session
@@ -65,6 +66,22 @@ def cli() -> None:
     for the details of a command. Exit status: 0 success, 1 a check failed, 2 wrong usage or an
     internal error.
     """
+
+
+class UpToDashes(click.Command):
+    """A command whose words after `--` are Megatron's, including those that click knows."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        mine, ctx.meta[_MEGATRONS] = command_words.split(args)
+        return super().parse_args(ctx, list(mine))
+
+
+def after_dashes() -> tuple[str, ...]:
+    """The words after `--` of the current command, which is an `UpToDashes`."""
+    return cast(tuple[str, ...], click.get_current_context().meta[_MEGATRONS])
+
+
+_MEGATRONS = f"{__name__}.megatrons"
 
 
 _NEXT = re.compile(

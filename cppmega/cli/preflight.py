@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from cppmega.cli import completion
-from cppmega.cli.group import FINE, NOT_AS_IT_MUST_BE, carrying, cli, tree_options
+from cppmega.cli.group import (
+    FINE,
+    NOT_AS_IT_MUST_BE,
+    UpToDashes,
+    after_dashes,
+    carrying,
+    cli,
+    tree_options,
+)
 from cppmega.cli.reports.option import Reports, report_option
 
 if TYPE_CHECKING:
@@ -23,19 +31,7 @@ _verbose = click.option(
 )
 
 
-class _UpToDashes(click.Command):
-    """A command whose words after `--` are Megatron's, also those that the trainer knows."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        at = args.index("--") if "--" in args else len(args)
-        ctx.meta[_MEGATRONS] = tuple(args[at + 1 :])
-        return super().parse_args(ctx, args[:at])
-
-
-_MEGATRONS = f"{__name__}.megatrons"
-
-
-@cli.command(cls=_UpToDashes, context_settings={"ignore_unknown_options": True})
+@cli.command(cls=UpToDashes, context_settings={"ignore_unknown_options": True})
 @report_option
 @tree_options
 @click.argument("recipe", required=False, shell_complete=completion.recipes)
@@ -85,7 +81,6 @@ def preflight(
     if recipe is not None and recipe.startswith("-"):  # a line without a recipe and without --
         arguments = (recipe, *arguments)
         recipe = None
-    megatrons: tuple[str, ...] = click.get_current_context().meta[_MEGATRONS]
     chosen = recipes_index.load(recipe) if recipe is not None else None
     if chosen is not None:
         chosen = recipes_index.with_text(chosen, changes)
@@ -101,7 +96,7 @@ def preflight(
         recipe=chosen,
         recipe_file=recipes_index.file_of(recipe) if recipe is not None else None,
         options=options,
-        arguments=(*further, *megatrons),
+        arguments=(*further, *after_dashes()),
         nodes=nodes,
         deep=deep,
     )

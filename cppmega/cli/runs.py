@@ -10,7 +10,7 @@ import click
 from click.core import ParameterSource
 
 from cppmega.cli import completion
-from cppmega.cli.group import FINE, cli, json_option
+from cppmega.cli.group import FINE, UpToDashes, after_dashes, cli, json_option
 from cppmega.training.options import options
 
 _runs = click.option(
@@ -28,7 +28,7 @@ _plot = click.option(
 )
 
 
-@cli.command()
+@cli.command(cls=UpToDashes)
 @click.argument("recipe", required=False, shell_complete=completion.recipes)
 @options
 @_runs
@@ -49,7 +49,6 @@ _plot = click.option(
 @click.option(
     "--dry-run", is_flag=True, help="Check everything and print the command line; start nothing."
 )
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def launch(
     recipe: str | None,
     folder: Path | None,
@@ -60,15 +59,14 @@ def launch(
     nodes: int,
     rdzv: str | None,
     dry_run: bool,
-    arguments: tuple[str, ...],
     **trainer_options: Any,
 ) -> None:
     """Train a recipe in a run folder, after the preflight.
 
     RECIPE is a shipped name or a path. The run folder keeps the manifest of the launch, each rank's
     output, the metrics, the checkpoints and the exit status. Without --tmux the run stays in this
-    terminal: Ctrl-C saves a checkpoint and ends it. ARGUMENTS after `--` are Megatron's own, and
-    are added to the recipe's.
+    terminal: Ctrl-C saves a checkpoint and ends it. The words after `--` are Megatron's own
+    arguments, and are added to the recipe's.
 
     \b
     cppmega launch smoke_cpu --tmux demo
@@ -80,9 +78,6 @@ def launch(
     from cppmega.launch.request import LaunchRequest
     from cppmega.recipe.run_options import RunOptions
 
-    if recipe is not None and recipe.startswith("-"):  # there was no recipe before the --
-        arguments = (recipe, *arguments)
-        recipe = None
     if recipe is None and resume is None:
         raise click.UsageError("Missing argument 'RECIPE'; only --resume RUN can do without")
     named = click.get_current_context().get_parameter_source
@@ -90,7 +85,7 @@ def launch(
         recipe=recipe or "",
         options=RunOptions(**trainer_options),
         given=frozenset(o for o in trainer_options if named(o) is ParameterSource.COMMANDLINE),
-        arguments=arguments,
+        arguments=after_dashes(),
         runs=folder,
         name=name,
         tmux=tmux,

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from cppmega.errors import CppmegaError
-from cppmega.host import console, env, redact
+from cppmega.host import command_words, console, env, redact
+from cppmega.host.command_words import Option
 from cppmega.launch.request import LaunchRequest
 from cppmega.recipe import Recipe
 from cppmega.recipe import index as recipes_index
@@ -118,7 +118,8 @@ def continued(request: LaunchRequest, old: Earlier) -> LaunchRequest:
     for name in _MERGED:
         words = (*getattr(before, name), *getattr(options, name))
         kept[name] = tuple({word.partition("=")[0]: word for word in words}.values())
-    arguments = tuple(chain(*{**_by_flag(old.arguments), **_by_flag(request.arguments)}.values()))
+    groups = {**_by_name(old.arguments), **_by_name(request.arguments)}.values()
+    arguments = tuple(word for group in groups for option in group for word in option.words)
     options = replace(options, **kept)
     variables = (value for name, value in old.environment.items() if name not in os.environ)
     for word in (*options.words(), *arguments, *variables):
@@ -199,7 +200,7 @@ def _spelled(key: str, value: str) -> str:
 
 
 def _stated(
-    options: RunOptions, arguments: Iterable[str], environment: Mapping[str, str]
+    options: RunOptions, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> dict[str, str]:
     """What a launch states: option, argument or variable -> value, as a command line has it."""
     table = {
@@ -208,20 +209,16 @@ def _stated(
     }
     words = options.words(without={"changes", *_OF_THE_EARLIER_RUN})
     for prefix, line in (("", words), ("-- ", arguments)):
-        for flag, group in _by_flag(line).items():
-            values = [word.removeprefix(f"{flag}=") for word in group if word != flag]
-            table[prefix + flag] = shlex.join(values)
+        for name, group in _by_name(line).items():
+            table[prefix + name] = shlex.join(value for option in group for value in option.values)
     return {**table, **environment}
 
 
-def _by_flag(words: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """The words of a command line by flag, each with its values; one that recurs keeps all."""
-    groups: dict[str, tuple[str, ...]] = {}
-    flag = ""
-    for word in words:
-        if word.startswith("--"):
-            flag = word.partition("=")[0]
-        groups[flag] = (*groups.get(flag, ()), word)
+def _by_name(words: Sequence[str]) -> dict[str, list[Option]]:
+    """The options of a command line by name; one that recurs keeps all its values."""
+    groups: dict[str, list[Option]] = {}
+    for option in command_words.read(words):
+        groups.setdefault(option.name, []).append(option)
     return groups
 
 

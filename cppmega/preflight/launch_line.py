@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from cppmega.host import command_words
 from cppmega.preflight.findings import NotApplicable
 from cppmega.recipe import Recipe
 from cppmega.recipe.fields import FORBIDDEN_ARGUMENTS
@@ -37,7 +38,7 @@ class LaunchLine:
 
     def has(self, *flags: str) -> bool:
         """Whether one of the arguments is in the line."""
-        return any(word.partition("=")[0] in flags for word in self.argv)
+        return any(option.name in flags for option in command_words.read(self.argv))
 
     @classmethod
     def from_words(
@@ -51,8 +52,11 @@ class LaunchLine:
         if not words:
             raise NotApplicable("neither a recipe nor a launch line is named")
         world = int(environ["WORLD_SIZE"]) if environ.get("WORLD_SIZE", "").isdigit() else None
-        places = {flag: _last(words, flag) for flag in ("--save", "--load")}
-        options = replace(options, save=places["--save"], load=places["--load"])
+        given = {option.name: " ".join(option.values) for option in command_words.read(words)}
+        save, load = (
+            Path(given[name]) if given.get(name) else None for name in ("--save", "--load")
+        )
+        options = replace(options, save=save, load=load)
         return cls(words, options, world, None)
 
     @classmethod
@@ -80,19 +84,10 @@ class LaunchLine:
             raise NotApplicable(f"{recipe.name} runs in its own loop: Megatron parses nothing")
         # A recipe refuses these arguments; here they stay in the line, so that each has its own
         # check.
-        refused = [word for word in arguments if word.partition("=")[0] in FORBIDDEN_ARGUMENTS]
-        kept = recipe.plus(*(word for word in arguments if word not in refused))
-        rendered = render(kept, version, options)
+        kept: list[str] = []
+        refused: list[str] = []
+        for option in command_words.read(arguments):
+            (refused if option.name in FORBIDDEN_ARGUMENTS else kept).extend(option.words)
+        rendered = render(recipe.plus(*kept), version, options)
         argv = (*rendered.argv, *refused)
         return cls(argv, options, recipe.gpus, rendered, (*recipe.arguments, *arguments))
-
-
-def _last(words: tuple[str, ...], flag: str) -> Path | None:
-    """The folder that an argument names, as Megatron's parser reads it: the last one counts."""
-    found = None
-    for word, following in zip(words, (*words[1:], ""), strict=True):
-        name, equals, value = word.partition("=")
-        value = value if equals else following
-        if name == flag and value:
-            found = Path(value)
-    return found

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
+from cppmega.host import command_words
 from cppmega.host import table as host_table
 from cppmega.host.wording import counted
 from cppmega.overlay import record as overlay_record
@@ -247,16 +248,8 @@ def _value(arguments: Mapping[str, str], name: str) -> str:
 
 
 def _named(argv: Sequence[str]) -> dict[str, str]:
-    """Argument -> its values, written as `--a b` or as `--a=b`."""
-    named: dict[str, str] = {}
-    name = ""
-    for word in argv:
-        if word.startswith("--"):
-            name, equals, value = word.partition("=")
-            named[name] = value if equals else ""
-        elif name:
-            named[name] = f"{named[name]} {word}".strip()
-    return named
+    """Argument -> its values; of one that recurs, Megatron uses the last."""
+    return {option.name: " ".join(option.values) for option in command_words.read(argv)}
 
 
 def _mapping(a: Mapping[str, str], b: Mapping[str, str]) -> list[str]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from cppmega.errors import CppmegaError
+from cppmega.host import command_words
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import NotApplicable, refuse
 from cppmega.recipe import Recipe
@@ -49,20 +50,18 @@ def check(context: Context) -> str:
 
 
 def _owned_words(words: tuple[str, ...]) -> Iterator[CppmegaError]:
-    for at, word in enumerate(words):
-        flag, equals, value = word.partition("=")
-        if not equals and at + 1 < len(words) and not words[at + 1].startswith("--"):
-            value = words[at + 1]
-        if flag in _OPTIONS:
-            instead = f"{_OPTIONS[flag]} {value}".strip() + " before the --"
-        elif flag in _FIELDS:
-            instead = f"--set {_FIELDS[flag]}={value or 'True'}"
+    for option in command_words.read(words):
+        value = " ".join(option.values)
+        if option.name in _OPTIONS:
+            instead = f"{_OPTIONS[option.name]} {value}".strip() + " before the --"
+        elif option.name in _FIELDS:
+            instead = f"--set {_FIELDS[option.name]}={value or 'True'}"
         else:
             continue
         yield CppmegaError(
             "argument-not-megatrons",
-            f"{word} is among Megatron's own arguments, and sets what "
-            f"{'the trainer' if flag in _OPTIONS else 'the recipe'} sets.",
+            f"{option.words[0]} is among Megatron's own arguments, and sets what "
+            f"{'the trainer' if option.name in _OPTIONS else 'the recipe'} sets.",
             "Megatron uses the last one, and the record of the run has the other.",
             instead,
         )
