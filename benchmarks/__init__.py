@@ -1,13 +1,14 @@
 """Measurements, and the results that they wrote: `python -m benchmarks.NAME --help` in a checkout.
 
-    harness         what all of them share: time, trees, tables and result files
+    harness         what all of them share: time, trees, training runs, tables and result files
     slices          runs that train one slice of a model, or a small one
     whole           runs that train a whole recipe
     upstream_tests  Megatron's own unit tests, on stock and on patched code
 
 A page in `results` calls a script by the name that it had when the page was written:
 `whole_rows.py` is `whole/rows.py`, `slice_turns.py` is `slices/turns.py`, and a part of a family is
-a command of it, as `linear_cross_entropy stages` and `dsa_attention sharing` are.
+a command of it, as `dsa_attention sharing` is. What chose between designs that are gone now, such
+as `linear_cross_entropy_stages.py`, is in the history.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""DSA's sparse attention on one GPU: kernels, widths of TileLang's kernels, and shared keys.
+"""DSA's sparse attention on one GPU: kernels, and shared keys.
 
+\b
     python -m benchmarks.dsa_attention kernels --megatron ROOT [--only NAME]
-    python -m benchmarks.dsa_attention widths --megatron ROOT
     python -m benchmarks.dsa_attention sharing --megatron ROOT
 
 ROOT holds a pristine megatron/ (an unpacked wheel), of which a copy is patched. Everything that is
@@ -14,9 +14,6 @@ CUDA events, host time included; peaks are above the inputs.
 `dsa_sparse_mla_widths`, so that TileLang's kernels accept NAM56R's widths; TileLang must be
 installed. Writes dsa_attention_h200.json and .md; with --only, the cases whose name begins so are
 measured and the others kept as they are in the file.
-
-`widths` compares fused sparse MLA at the widths of that page with Megatron's unfused path. Writes
-dsa_sparse_mla_h200.json and .md.
 
 `sharing` measures nine DSA layers: all Full, three Full and six Shared, and with keys that are
 given. The copy gets every page, with CPPMEGA_INDEX_CACHE=1. The layers are Megatron's DSAttention
@@ -35,10 +32,10 @@ import os
 import statistics
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import click
 import torch
@@ -72,14 +69,6 @@ CASES: dict[str, dict[str, Any]] = {
     "DeepSeek-V3.2, 32k": {**DEEPSEEK, "sequence": 32768, "timed_only": True, "without": ALL_KEYS},
     "a key per head, b 1": {**NAM56R, "key_heads": 32, "without": ("tilelang",)},
 }
-WIDTHS: dict[str, dict[str, Any]] = {
-    "NAM56R": {"heads": 32, "widths": (128, 64), "sequence": 4096},
-    "NAM56R, micro-batch 4": {"heads": 32, "widths": (128, 64), "sequence": 4096, "batch": 4},
-    "8 heads (TP 4), ragged": {"heads": 8, "widths": (128, 64), "sequence": 500, "batch": 2},
-    "peaked scores": {"heads": 32, "widths": (128, 64), "sequence": 512, "gain": 5.0},
-    "192 and 128": {"heads": 32, "widths": (192, 128), "sequence": 512},
-    "576 and 512, as released": {"heads": 64, "widths": (576, 512), "sequence": 512},
-}
 LAYER = {
     **{"hidden_size": 4096, "num_attention_heads": 32, "q_lora_rank": 64, "kv_lora_rank": 64},
     **{"qk_head_dim": 64, "qk_pos_emb_head_dim": 64, "v_head_dim": 64, "dsa_indexer_topk": 256},
@@ -93,9 +82,7 @@ SHARING = {
     for loss in ("sparse", "dense")
     for batch in (1, 8)
 }
-TURNS, SEQUENCE = 3, 4096
-
-TOPK = 256
+TURNS, SEQUENCE, TOPK = 3, 4096, 256
 
 Tensors = tuple[torch.Tensor, ...]
 Way = Callable[[], torch.Tensor]
@@ -106,31 +93,35 @@ class DeclinedError(Exception):
     """A way does not do a case."""
 
 
-def drawn(
-    heads: int,
-    widths: tuple[int, int],
-    sequence: int,
-    batch: int = 1,
-    gain: float = 1.0,
-    topk: int = TOPK,
-) -> Tensors:
-    """Query [s, b, h, w], key [s, b, 1, w], gradient [s, b, h, v] in bf16, indices [b, s, k]."""
+def inputs(case: dict[str, Any]) -> Tensors:
+    """Query [s, b, h, w], key [s, b, 1, w], gradient [s, b, h, v] in bf16, indices [b, s, k].
+
+    Query and key are leaves of autograd; with `key_heads`, every head's key and value lie together.
+    """
     made = torch.Generator("cuda").manual_seed(0)
+    sequence, batch, topk = case["sequence"], case.get("batch", 1), case.get("topk", TOPK)
+    width, value = case["widths"]
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=made, device="cuda")
+        return torch.randn(sequence, batch, *shape, generator=made, device="cuda")
 
-    query = (normal(sequence, batch, heads, widths[0]) * gain).bfloat16()
-    key = normal(sequence, batch, 1, widths[0]).bfloat16()
+    query = (normal(case["heads"], width) * case.get("gain", 1.0)).bfloat16()
+    key = normal(1, width).bfloat16()
     # Not uniform: rows differ in size by a factor of about 50.
     rows = torch.logspace(-1, 0.7, sequence, device="cuda")[:, None, None, None]
-    grad = (normal(sequence, batch, heads, widths[1]) * rows).bfloat16()
-    drawn = torch.rand(batch, sequence, sequence, generator=made, device="cuda").tril_()
-    chosen = drawn.topk(topk).indices
+    grad = (normal(case["heads"], value) * rows).bfloat16()
+    scores = torch.rand(batch, sequence, sequence, generator=made, device="cuda").tril_()
+    chosen = scores.topk(topk).indices
     chosen = chosen.masked_fill(chosen > torch.arange(sequence, device="cuda")[:, None], -1)
     chosen[:, 7] = -1  # a row without keys
-    order = torch.randperm(topk, generator=made, device="cuda")
-    return query, key, grad, chosen[..., order]
+    indices = chosen[..., torch.randperm(topk, generator=made, device="cuda")]
+    if case.get("sink"):  # a key that every query chose
+        indices[indices == 0] = -1
+        indices[..., 0] = 0
+    if "key_heads" in case:
+        made.manual_seed(1)
+        key = normal(case["key_heads"], width + value).bfloat16()
+    return query.requires_grad_(), key.requires_grad_(), grad, indices.int()
 
 
 def by_hand(
@@ -161,50 +152,18 @@ def by_hand(
     return out, dq, dkv
 
 
-def errors(got: Tensors, want: Tensors) -> dict[str, float]:
-    """Relative L2, by name."""
-    assert all(torch.isfinite(part).all() for part in got)
-    return distances(NAMES, got, want)
-
-
-def over(found: dict[str, float], floor: dict[str, float]) -> dict[str, float]:
-    """Errors as multiples of those of the floor."""
-    return {part: round(found[part] / floor[part], 2) for part in NAMES}
-
-
-def equal(first: Tensors, again: Tensors) -> list[str]:
-    """Which of two runs' results are the same bit for bit."""
-    return [n for n, a, b in zip(NAMES, first, again, strict=True) if torch.equal(a, b)]
-
-
-def measured(work: Callable[[], Any], repeats: int) -> dict[str, float]:
+def measured(work: Callable[[], Any], repeats: int = 10) -> dict[str, float]:
     """Milliseconds, and the peak in GiB above what was allocated before."""
     milliseconds, peak = timed(work, repeats)
     return {"milliseconds": round(milliseconds, 3), "peak_gib": round(peak, 2)}
 
 
-def truth_and_floor(
-    data: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], scale: float
-) -> tuple[Tensors, dict[str, float]]:
+def truth_and_floor(case: dict[str, Any], tensors: Tensors) -> tuple[Tensors, dict[str, float]]:
     """Results in fp64, and the errors of those in fp32 that are rounded to bf16."""
-    true = by_hand(*data, scale, torch.float64)
-    low = by_hand(*data, scale, torch.float32)
-    return true, errors(tuple(part.bfloat16() for part in low), true)
-
-
-def inputs(case: dict[str, Any]) -> Tensors:
-    """Query, key, gradient of the output in bf16, and indices; leaves of autograd."""
-    names = ("heads", "widths", "sequence", "batch", "gain", "topk")
-    query, key, grad, indices = drawn(**{n: case[n] for n in names if n in case})
-    if case.get("sink"):  # a key that every query chose
-        indices[indices == 0] = -1
-        indices[..., 0] = 0
-    if "key_heads" in case:
-        made = torch.Generator("cuda").manual_seed(1)
-        shape = (case["sequence"], case.get("batch", 1), case["key_heads"])
-        width, value = case["widths"]
-        key = torch.randn(*shape, width + value, generator=made, device="cuda").bfloat16()
-    return query.requires_grad_(), key.requires_grad_(), grad, indices.int()
+    query, key, grad, indices = (x.detach() for x in tensors)
+    given = (query, key, grad, indices.long(), case["widths"][0] ** -0.5)
+    true, low = (by_hand(*given, dtype) for dtype in (torch.float64, torch.float32))
+    return true, distances(NAMES, (part.bfloat16() for part in low), true)
 
 
 def ways(case: dict[str, Any], tensors: Tensors, megatron: dict[str, Any]) -> Iterator[Any]:
@@ -252,24 +211,20 @@ def flash(
 def measure(case: dict[str, Any], megatron: dict[str, Any]) -> dict[str, Any]:
     """Measure all ways of one case."""
     tensors = inputs(case)
-    query, key, grad, indices = tensors
-    floor = true = None
-    if not case.get("timed_only") and "key_heads" not in case:
-        scale = case["widths"][0] ** -0.5
-        data = (query.detach(), key.detach(), grad, indices.long())
-        true, floor = truth_and_floor(data, scale)
+    of_one_key = not case.get("timed_only") and "key_heads" not in case
+    truth = truth_and_floor(case, tensors) if of_one_key else None
     row: dict[str, Any] = {}
     for name, way in ways(case, tensors, megatron):
         if name not in case.get("without", ()):
             try:
-                row[name] = _of_way(way, tensors, None if "dense" in name else true, floor)
+                row[name] = _of_way(way, tensors, None if "dense" in name else truth)
             except (torch.OutOfMemoryError, DeclinedError) as error:
                 row[name] = {"failed": str(error).split(".")[0]}
             torch.cuda.empty_cache()
     return row
 
 
-def _of_way(way: Way, tensors: Tensors, true: Any, floor: Any) -> dict[str, Any]:
+def _of_way(way: Way, tensors: Tensors, truth: Any) -> dict[str, Any]:
     query, key, grad, _ = tensors
 
     def both() -> Tensors:
@@ -280,16 +235,19 @@ def _of_way(way: Way, tensors: Tensors, true: Any, floor: Any) -> dict[str, Any]
 
     first = both()
     row: dict[str, Any] = {}
-    if true is not None and first[0].shape == true[0].shape:
-        row["over_floor"] = over(errors(first, true), floor)
-        row["repeats"] = equal(first, both())
+    if truth is not None and first[0].shape == truth[0][0].shape:
+        true, floor = truth
+        assert all(torch.isfinite(part).all() for part in first)
+        errors, pairs = distances(NAMES, first, true), zip(NAMES, first, both(), strict=True)
+        row["over_floor"] = {part: round(errors[part] / floor[part], 2) for part in NAMES}
+        row["repeats"] = [name for name, one, other in pairs if torch.equal(one, other)]
     del first
     with torch.no_grad():
-        row["forward"] = measured(way, 10)
-    row["both"] = measured(both, 10)
+        row["forward"] = measured(way)
+    row["both"] = measured(both)
     out = way()
     backward = partial(torch.autograd.grad, out, (query, key), grad, retain_graph=True)
-    row["backward"] = measured(backward, 10)
+    row["backward"] = measured(backward)
     return row
 
 
@@ -312,80 +270,20 @@ def _cells(result: dict[str, Any]) -> Iterator[str | list[Any]]:
             ]
 
 
+def _head(result: dict[str, Any], *packages: str) -> str:
+    return f"{result['gpu']}, {results.versions(result, *packages)}, {result['date']}."
+
+
 def table(result: dict[str, Any]) -> str:
-    """The result as Markdown."""
-    lines = [
-        f"{result['gpu']}, torch {result['torch']}, triton {result['triton']}, tilelang "
-        f"{result['tilelang']}, megatron-core {result['megatron-core']}, {result['date']}.",
-        "",
+    """The kernels as Markdown."""
+    columns = ["case", "way", "forward", "backward", "both", "peak GiB", "errors"]
+    return results.page(
+        _head(result, "torch", "triton", "tilelang", "megatron-core"),
         "Milliseconds of forward, backward and both (with gradients), host time included; errors "
         "of out, dq and dkv against fp64 as multiples of those of fp32 rounded to bf16; speedup of "
         "ours (forward and backward together; then each alone).",
-        "",
-    ]
-    columns = ["case", "way", "forward", "backward", "both", "peak GiB", "errors"]
-    lines += results.table([*columns, "repeats bitwise", "ours is faster by"], _cells(result))
-    return "\n".join(lines) + "\n"
-
-
-def measure_widths(case: dict[str, Any], fused: Any, unfused: Any) -> dict[str, Any]:
-    """Measure both paths on one case."""
-    query, key, grad, indices = drawn(**case)
-    width, value = case["widths"]
-    scale = width**-0.5
-    rows = torch.arange(query.size(0), device="cuda")
-    causal = {"varlen_starts": torch.zeros_like(rows), "varlen_ends": rows + 1}
-
-    def run(function: Callable[..., Any], **more: Any) -> Tensors:
-        q, kv = query.detach().requires_grad_(), key.detach().requires_grad_()
-        out = function(q, kv, indices, scale, value, **more)
-        assert out is not None, "declined"
-        return (out.detach(), *torch.autograd.grad(out, (q, kv), grad))
-
-    true, floor = truth_and_floor((query, key, grad, indices), scale)
-    row: dict[str, Any] = {"batch": case.get("batch", 1), **case}
-    ways = {
-        "fused": lambda: run(fused),
-        "unfused": lambda: run(unfused, key_positions=None, **causal),
-    }
-    for name, way in ways.items():
-        first, again = way(), way()
-        found = errors(first, true)
-        row[name] = {
-            **measured(way, 20),
-            "error": {part: float(f"{found[part]:.3g}") for part in NAMES},
-            "over_floor": over(found, floor),
-            "repeats": equal(first, again),
-        }
-    return row
-
-
-def widths_table(result: dict[str, Any]) -> str:
-    """The result as Markdown."""
-    lines = [
-        f"{result['gpu']}, torch {result['torch']}, tilelang {result['tilelang']}, megatron-core "
-        f"{result['megatron-core']}, overlay {result['overlay']}, {result['date']}.",
-        "",
-        f"Forward and backward, {TOPK} keys a query. Errors of out, dq and dkv against fp64, as "
-        "multiples of those of fp32 rounded to bf16.",
-        "",
-    ]
-
-    def cells(name: str, row: dict[str, Any]) -> list[Any]:
-        old, new = row["unfused"], row["fused"]
-        return [
-            *(name, row["heads"], "/".join(map(str, row["widths"]))),
-            f"{row['sequence']} x {row['batch']}",
-            *(f"{way['milliseconds']} ms, {way['peak_gib']} GiB" for way in (old, new)),
-            f"{old['milliseconds'] / new['milliseconds']:.1f}",
-            *(" ".join(f"{way['over_floor'][part]}" for part in NAMES) for way in (old, new)),
-            ", ".join(new["repeats"]),
-        ]
-
-    columns = ["case", "heads", "widths", "s x b", "unfused", "fused", "ratio", "unfused errors"]
-    columns += ["fused errors", "fused repeats bitwise"]
-    lines += results.table(columns, (cells(*item) for item in result["cases"].items()))
-    return "\n".join(lines) + "\n"
+        results.table([*columns, "repeats bitwise", "ours is faster by"], _cells(result)),
+    )
 
 
 def layers(pattern: str, **options: Any) -> list[Any]:
@@ -404,21 +302,10 @@ def layers(pattern: str, **options: Any) -> list[Any]:
     given = dsa.DSAttentionSubmodules(ModuleSpec(dsa.DSAIndexer, submodules=indexer))
     numbers = range(1, 1 + len(pattern))
     torch.manual_seed(0)
-    with _asked(pattern), dsa_layer_kinds.decoder(config, numbers, numbers):
+    asked = {env.INDEX_CACHE.name: "1", env.DSA_INDEX_PATTERN.name: pattern}
+    with mock.patch.dict(os.environ, asked), dsa_layer_kinds.decoder(config, numbers, numbers):
         causal = AttnMaskType.causal
         return [dsa.DSAttention(config, given, n, causal, "self") for n in numbers]
-
-
-@contextmanager
-def _asked(pattern: str) -> Iterator[None]:
-    """Let the variables of the page ask for a pattern."""
-    before = dict(os.environ)
-    os.environ |= {env.INDEX_CACHE.name: "1", env.DSA_INDEX_PATTERN.name: pattern}
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 class LayerInputs:
@@ -511,27 +398,24 @@ def saved(milliseconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def sharing_table(result: dict[str, Any]) -> str:
-    """The result as Markdown."""
-    lines = [
-        f"{result['gpu']}, torch {result['torch']}, triton {result['triton']}, megatron-core "
-        f"{result['megatron-core']}, overlay {result['overlay']}, {result['date']}.",
-        "",
+    """The layers as Markdown."""
+    return results.page(
+        _head(result, "torch", "triton", "megatron-core", "overlay"),
         "Milliseconds of forward and backward of nine DSA layers at NAM56R's sizes, host time "
         f"included (median over {TURNS} turns), with the peak in GiB above inputs and weights; and "
         "the share of six indexers' time that sharing saves.",
-        "",
-    ]
-    lines += results.table(
-        ["case", *PATTERNS, "six indexers", "saved", ("share", ".1%")],
-        (
-            [
-                *(name, *(f"{x['milliseconds']} ({x['peak_gib']})" for x in row["ways"].values())),
-                *(row["six_indexers"], row["saved"], row["share"]),
-            ]
-            for name, row in result["cases"].items()
+        results.table(
+            ["case", *PATTERNS, "six indexers", "saved", ("share", ".1%")],
+            (
+                [
+                    name,
+                    *(f"{x['milliseconds']} ({x['peak_gib']})" for x in row["ways"].values()),
+                    *(row["six_indexers"], row["saved"], row["share"]),
+                ]
+                for name, row in result["cases"].items()
+            ),
         ),
     )
-    return "\n".join(lines) + "\n"
 
 
 @click.group(help=__doc__)
@@ -549,7 +433,7 @@ megatron = results.folder_option("--megatron", "a pristine megatron/", required=
 def kernels(megatron: Path, out: Path, only: str) -> None:
     """Measure our kernels, Megatron's paths and dense attention."""
     name = "dsa_attention_h200"
-    cases = results.earlier(out, name, "cases") if only else {}
+    cases = results.read(out, name).get("cases", {}) if only else {}
     with trees.overlaid(megatron, only=[PAGE]) as overlay:
         dsa = importlib.import_module(f"{PACKAGE}.dsa")
         hooks = importlib.import_module(f"{PACKAGE}.ops.tilelang_dsa")
@@ -564,19 +448,6 @@ def kernels(megatron: Path, out: Path, only: str) -> None:
                 cases[each] = measure(case, theirs)
                 result["cases"] = {one: cases[one] for one in CASES if one in cases}
                 results.write(out, name, result, table(result))
-
-
-@main.command()
-@megatron
-@results.out_option()
-def widths(megatron: Path, out: Path) -> None:
-    """Measure TileLang's kernels at more widths, and the unfused path."""
-    with trees.overlaid(megatron, only=[PAGE]) as overlay:
-        fused = importlib.import_module(f"{PACKAGE}.ops.tilelang_dsa").fused_sparse_mla_absorbed
-        unfused = importlib.import_module(f"{PACKAGE}.dsa")._unfused_absorbed_dsa_fn
-        result = {**results.facts("torch", "tilelang"), **overlay}
-        result["cases"] = {name: measure_widths(x, fused, unfused) for name, x in WIDTHS.items()}
-    results.write(out, "dsa_sparse_mla_h200", result, widths_table(result))
 
 
 @main.command()

@@ -1,7 +1,7 @@
 """Measure forward and backward of every linear cross-entropy on one GPU, in one process.
 
+\b
     python -m benchmarks.linear_cross_entropy compare --out DIR
-    python -m benchmarks.linear_cross_entropy stages --out DIR
     torchrun --nproc-per-node 2 -m benchmarks.linear_cross_entropy tp --out DIR
 
 `compare` begins with correctness, at a shape with ragged sizes: relative error of loss, dX and dW
@@ -26,12 +26,6 @@ same arithmetic in torch if megatron-core is missing, and the table says so),
 cut-cross-entropy with its filter off. With --pull-3345, also the Hopper kernels of that pull
 request of Megatron, from a checkout of it; they need nvidia-cutlass-dsl.
 
-`stages` measures the stages of ours and the designs that it was chosen from. By chunk size: the
-three GEMMs and the row kernel of one chunk, times the number of chunks of 32768 tokens, next to two
-other ways to compute dW (rounded to bf16 per chunk, which is not precise enough; an fp32 product
-and a separate addition). By launch parameters: the row kernel, with and without the arg-max. Then
-complete steps by chunk size. Writes `linear_cross_entropy_stages.json`.
-
 `tp` splits the vocabulary over the GPUs of one host. First every rank compares loss, its dX (summed
 over the ranks) and its part of dW with fp64 at a small shape. Then the median time of forward and
 backward at N=32768, H=4096, V=131072 for the unfused path (Megatron's loss on the logits of the
@@ -43,7 +37,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import importlib.metadata
 import math
 import os
 import platform
@@ -51,20 +44,20 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, softplus
 
 from benchmarks.harness import results
-from benchmarks.harness.gpu import GIB, distances, elapsed, median, rounds
-from cppmega.ops.linear_cross_entropy import kernels_triton as kernels
+from benchmarks.harness.gpu import GIB, distances, elapsed, median, refuse, rounds
+from cppmega.host.packages import version
 from cppmega.ops.linear_cross_entropy import linear_cross_entropy
 from cppmega.ops.linear_cross_entropy.chunks import LOGITS_BYTES
 
@@ -72,11 +65,10 @@ PROOFS = ("_row_kernel", "liger_cross", "cce_backward", "kernel_cutlass")
 """Parts of kernel names that occur only in fused implementations."""
 TOKENS = (8192, 32768, 49152)
 VOCABULARIES = (65536, 131072)
-
-
 LARGE = 32768, 4096, 131072
-"""Tokens, hidden size and vocabulary of the stages and of the split vocabulary."""
-RESULTS = ("loss", "dX", "dW")
+"""Tokens, hidden size and vocabulary of the split vocabulary."""
+ALLOWED = {"loss": 1e-4, "dX": 2e-2, "dW": 2e-2}
+"""Relative errors of results in bf16."""
 
 
 @dataclass
@@ -84,7 +76,7 @@ class Case:
     """Inputs of one measurement; `mask` is 0/1, and the loss is sum(mask * loss) / sum(mask)."""
 
     x: Tensor
-    w: Tensor
+    w: Any
     targets: Tensor
     mask: Tensor
     counted: int
@@ -119,29 +111,36 @@ class Case:
     def of_one(self) -> Case:
         """The same numbers as new parameters, without gradients."""
         x, w = (t.detach().requires_grad_() for t in (self.x, self.w))
-        return Case(x, w, self.targets, self.mask, self.counted)
+        return replace(self, x=x, w=w)
+
+    def logits(self) -> Tensor:
+        """Materialized."""
+        return torch.matmul(self.x, self.w.t())
+
+    def ignored(self) -> Tensor:
+        """The targets, of which masked ones are -100."""
+        return self.targets.masked_fill(self.mask == 0, -100)
 
     def reduce(self, per_token: Tensor) -> Tensor:
         """Reduce the loss per token as a training step does."""
         return (per_token * self.mask).sum() / self.mask.sum()
 
+    def forget(self) -> None:
+        """Drop the gradients."""
+        self.x.grad = self.w.grad = None
 
-@dataclass(frozen=True)
-class Rival:
-    """One implementation.
 
-    Attributes:
-        name: in the table.
-        loss: the scalar loss of a case.
-        kernel: part of the name of a kernel that proves that it ran; None for unfused torch, whose
-            proof is that none of the others' kernels ran.
-        repeats: timed runs.
-    """
+class Rival(NamedTuple):
+    """One implementation."""
 
     name: str
     loss: Callable[[Case], Tensor]
-    kernel: str | None
+    """The scalar loss of a case."""
+    kernel: str | None = None
+    """Part of the name of a kernel that proves that it ran; None for unfused torch, whose proof is
+    that none of the others' kernels ran."""
     repeats: int = 20
+    """Timed runs."""
 
 
 def ours(leave_out: bool = False, **options: Any) -> Callable[[Case], Tensor]:
@@ -159,32 +158,28 @@ def ours(leave_out: bool = False, **options: Any) -> Callable[[Case], Tensor]:
         if leave_out:
             given["counted_tokens"] = case.counted
         out = linear_cross_entropy(case.x, case.w, case.targets, **given)
-        named = options["backend"]
-        if out.backend != named:
-            raise SystemExit(f"{named} was named, but {out.backend} ran")
+        if out.backend != options["backend"]:
+            raise SystemExit(f"{options['backend']} was named, but {out.backend} ran")
         return case.reduce(out.loss)
 
     return loss
 
 
+PROMISED = {"backend": "triton", "upstream": "weighted-scalar"}
 OURS_IN_FP32 = Rival(
-    "bf16 inputs, fp32 arithmetic", ours(backend="reference", upstream="weighted-scalar"), None
+    "bf16 inputs, fp32 arithmetic", ours(backend="reference", upstream="weighted-scalar")
 )
 
 
 def _into_main_grad(case: Case) -> Tensor:
-    weight: Any = case.w
-    if not hasattr(weight, "main_grad"):
-        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
-        weight.grad_added_to_main_grad = False
-    return ours(backend="triton", upstream="weighted-scalar", gradient_accumulation_fusion=True)(
-        case
-    )
+    if not hasattr(case.w, "main_grad"):
+        case.w.main_grad = torch.zeros_like(case.w, dtype=torch.float32)
+        case.w.grad_added_to_main_grad = False
+    return ours(**PROMISED, gradient_accumulation_fusion=True)(case)
 
 
 def _torch_unfused(case: Case) -> Tensor:
-    logits = torch.matmul(case.x, case.w.t())
-    return case.reduce(cross_entropy(logits.float(), case.targets, reduction="none"))
+    return case.reduce(cross_entropy(case.logits().float(), case.targets, reduction="none"))
 
 
 def _compiled() -> Callable[[Case], Tensor]:
@@ -198,132 +193,88 @@ def _compiled() -> Callable[[Case], Tensor]:
 def _liger_mean(case: Case) -> Tensor:
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
-    targets = case.targets.masked_fill(case.mask == 0, -100)
     returned: tuple[Tensor, ...] = LigerFusedLinearCrossEntropyFunction.apply(
-        case.x, case.w, targets, None, None, -100, 0.0, 0.0, "mean", None, False, torch.float32
+        *(case.x, case.w, case.ignored(), None, None, -100, 0.0, 0.0),
+        *("mean", None, False, torch.float32),
     )
     return returned[0]
 
 
-def _megatron() -> list[Rival]:
+def _megatron() -> Iterator[Rival]:
     """Megatron's own losses on materialized logits."""
     try:
         from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
         from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
     except ImportError:
-        return [Rival("stock (its arithmetic in torch)", _torch_unfused, None)]
+        yield Rival("stock (its arithmetic in torch)", _torch_unfused)
+        return
     store = tempfile.mkdtemp()
-    torch.distributed.init_process_group(
-        "nccl", init_method=f"file://{store}/store", rank=0, world_size=1
-    )
-    group = torch.distributed.group.WORLD
+    dist.init_process_group("nccl", init_method=f"file://{store}/store", rank=0, world_size=1)
+    group = dist.group.WORLD
+
+    def sequence_first(call: Callable[..., Tensor]) -> Callable[[Case], Tensor]:
+        def loss(case: Case) -> Tensor:
+            found = call(case.logits().unsqueeze(1), case.targets.unsqueeze(1), group)
+            return case.reduce(found.squeeze(1))
+
+        return loss
 
     def unfused(case: Case) -> Tensor:
-        logits = torch.matmul(case.x, case.w.t())
-        return case.reduce(vocab_parallel_cross_entropy(logits, case.targets, tp_group=group))
+        found = vocab_parallel_cross_entropy(case.logits(), case.targets, tp_group=group)
+        return case.reduce(found)
 
-    def native(case: Case) -> Tensor:
-        logits = torch.matmul(case.x, case.w.t()).unsqueeze(1)
-        loss = fused_vocab_parallel_cross_entropy(logits, case.targets.unsqueeze(1), group)
-        return case.reduce(loss.squeeze(1))
-
-    version = importlib.metadata.version("megatron-core")
-    found = [
-        Rival(f"stock (megatron-core {version})", unfused, None),
-        Rival(f"native (megatron-core {version})", native, None),
-    ]
-    try:
-        from megatron.core.extensions.transformer_engine import te_parallel_cross_entropy
-
-        version = importlib.metadata.version("transformer-engine")
-    except ImportError:
+    core = version("megatron-core")
+    yield Rival(f"stock (megatron-core {core})", unfused)
+    yield Rival(
+        f"native (megatron-core {core})", sequence_first(fused_vocab_parallel_cross_entropy)
+    )
+    engine = version("transformer-engine")
+    if engine is None:
         print("transformer-engine is not installed: its row is missing", file=sys.stderr)
-        return found
+        return
+    from megatron.core.extensions.transformer_engine import te_parallel_cross_entropy
 
-    def fused_by_te(case: Case) -> Tensor:
-        logits = torch.matmul(case.x, case.w.t()).unsqueeze(1)
-        loss = te_parallel_cross_entropy(logits, case.targets.unsqueeze(1), group)
-        return case.reduce(loss.squeeze(1))
-
-    return [*found, Rival(f"te (Transformer Engine {version})", fused_by_te, None)]
+    name = f"te (Transformer Engine {engine})"
+    yield Rival(name, sequence_first(te_parallel_cross_entropy))
 
 
-def _of_pull_3345(root: Path) -> list[Rival]:
+def _of_pull_3345(root: Path) -> Iterator[Rival]:
     """The pull request's kernels; its checkout takes precedence over the release's fusions."""
     fusions = importlib.import_module("megatron.core.fusions")
     fusions.__path__.insert(0, str(root / "megatron" / "core" / "fusions"))
-    call = importlib.import_module(
-        "megatron.core.fusions.fused_linear_cross_entropy"
-    ).linear_cross_entropy
-
-    def mean(case: Case) -> Tensor:
-        targets = case.targets.masked_fill(case.mask == 0, -100)
-        found: Tensor = call(case.x, case.w, targets, reduction="mean")
-        return found.squeeze()
-
-    def none(case: Case) -> Tensor:
-        return case.reduce(call(case.x, case.w, case.targets, reduction="none"))
-
-    return [
-        Rival("#3345 mean", mean, "kernel_cutlass"),
-        Rival("#3345 none", none, "kernel_cutlass"),
-    ]
+    module = importlib.import_module("megatron.core.fusions.fused_linear_cross_entropy")
+    call = module.linear_cross_entropy
+    mean = lambda case: call(case.x, case.w, case.ignored(), reduction="mean").squeeze()  # noqa: E731
+    none = lambda case: case.reduce(call(case.x, case.w, case.targets, reduction="none"))  # noqa: E731
+    yield Rival("#3345 mean", mean, "kernel_cutlass")
+    yield Rival("#3345 none", none, "kernel_cutlass")
 
 
-def rivals(pull_3345: Path | None) -> list[Rival]:
+def rivals(pull_3345: Path | None) -> Iterator[Rival]:
     """All implementations that are installed; missing ones are reported on stderr."""
-    found = [*_megatron(), Rival("torch.compile of stock", _compiled(), None)]
+    yield from _megatron()
+    yield Rival("torch.compile of stock", _compiled())
     if pull_3345 is not None:
-        found += _of_pull_3345(pull_3345)
-    for package, entries in {
-        "liger-kernel": [
-            Rival("Liger mean", _liger_mean, "liger_cross_entropy_kernel"),
-            Rival("Liger none", ours(backend="liger"), "liger_cross_entropy_kernel"),
-        ],
-        "cut-cross-entropy": [Rival("CCE", ours(backend="cce"), "cce_backward_kernel", 5)],
-    }.items():
-        try:
-            version = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            print(f"{package} is not installed: its rows are missing", file=sys.stderr)
-            continue
-        found += [
-            Rival(f"{rival.name} ({version})", rival.loss, rival.kernel, rival.repeats)
-            for rival in entries
-        ]
-    promised = ours(backend="triton", upstream="weighted-scalar")
-    return [
-        *found,
-        Rival("ours", promised, "_row_kernel"),
-        Rival(
-            "ours, masked tokens left out",
-            ours(leave_out=True, backend="triton", upstream="weighted-scalar"),
-            "_row_kernel",
-        ),
-        Rival("ours, into main_grad", _into_main_grad, "_row_kernel"),
-        Rival("ours, any upstream gradient", ours(backend="triton"), "_row_kernel"),
-    ]
-
-
-@dataclass
-class Row:
-    """One line of the result."""
-
-    name: str
-    tokens: int
-    vocabulary: int
-    hidden: int
-    milliseconds: float | None = None
-    tflops: float | None = None
-    above_inputs_gib: float | None = None
-    above_gradients_gib: float | None = None
-    note: str = ""
-    spread: list[float] = field(default_factory=list)
+        yield from _of_pull_3345(pull_3345)
+    for package, rival in (
+        ("liger-kernel", Rival("Liger mean", _liger_mean, "liger_cross_entropy_kernel")),
+        ("liger-kernel", Rival("Liger none", ours(backend="liger"), "liger_cross_entropy_kernel")),
+        ("cut-cross-entropy", Rival("CCE", ours(backend="cce"), "cce_backward_kernel", 5)),
+    ):
+        if installed := version(package):
+            yield rival._replace(name=f"{rival.name} ({installed})")
+        else:
+            print(f"{package} is not installed: {rival.name} is missing", file=sys.stderr)
+    yield Rival("ours", ours(**PROMISED), "_row_kernel")
+    left_out = ours(leave_out=True, **PROMISED)
+    yield Rival("ours, masked tokens left out", left_out, "_row_kernel")
+    yield Rival("ours, into main_grad", _into_main_grad, "_row_kernel")
+    yield Rival("ours, any upstream gradient", ours(backend="triton"), "_row_kernel")
 
 
 def step(rival: Rival, case: Case) -> Tensor:
     """Run forward and backward without accumulated gradients."""
-    case.x.grad = case.w.grad = None
+    case.forget()
     loss = rival.loss(case)
     loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach()
@@ -338,42 +289,37 @@ def exact(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     lag = others.logsumexp(1, keepdim=True) - logits.gather(1, column)
     weights = (case.mask.double() / case.mask.double().sum()).unsqueeze(1)
     d_logits = others.softmax(1).scatter(1, column, -1.0) * lag.sigmoid() * weights
-    loss = (torch.nn.functional.softplus(lag, threshold=100) * weights).sum()
+    loss = (softplus(lag, threshold=100) * weights).sum()
     return loss, d_logits @ w, d_logits.t() @ x
+
+
+def errors_of(case: Case, loss: Tensor, truth: Iterable[Tensor]) -> dict[str, float]:
+    """Errors of the loss and of the gradients that a step has left."""
+    got = (loss, case.x.grad, getattr(case.w, "main_grad", case.w.grad))
+    return distances(ALLOWED, got, truth)
 
 
 def check(everyone: list[Rival], hidden: int) -> list[dict[str, Any]]:
     """Errors against fp64, and the kernels that ran; raises SystemExit on a wrong one."""
-    case = Case.random(2085, hidden, 32003)
-    truth = exact(case)
+    truth = exact(Case.random(2085, hidden, 32003))
     found: list[dict[str, Any]] = []
     for rival in [*everyone, OURS_IN_FP32]:
         case = Case.random(2085, hidden, 32003)
         step(rival, case)
-        weight: Any = case.w
-        fused = hasattr(weight, "main_grad")
-        if fused:
-            weight.main_grad.zero_()
+        if hasattr(case.w, "main_grad"):
+            case.w.main_grad.zero_()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             loss = step(rival, case)
             torch.cuda.synchronize()
-        launched = {event.key for event in profile.key_averages()}
-        got = (loss, case.x.grad, weight.main_grad if fused else case.w.grad)
-        errors = distances(RESULTS, got, truth)
-        proven = [k for k in PROOFS if _ran(k, launched)]
+        launched = " ".join(sorted({event.key for event in profile.key_averages()}))
+        errors = errors_of(case, loss, truth)
+        proven = [part for part in PROOFS if part in launched]
         found.append({"name": rival.name, **errors, "fused kernels": proven})
         print(found[-1], flush=True)
-        ran = _ran(rival.kernel, launched) if rival.kernel else not proven
-        if not ran:
-            raise SystemExit(f"{rival.name} did not run; kernels: {sorted(launched)}")
-        allowed = {"loss": 1e-4, "dX": 2e-2, "dW": 2e-2}
-        if not all(errors[name] <= limit for name, limit in allowed.items()):
-            raise SystemExit(f"{rival.name} is wrong: {errors}")
+        if not (rival.kernel in launched if rival.kernel else not proven):
+            raise SystemExit(f"{rival.name} did not run; kernels: {launched}")
+        refuse(rival.name, errors, ALLOWED)
     return found
-
-
-def _ran(part: str, kernels: set[str]) -> bool:
-    return any(part in kernel for kernel in kernels)
 
 
 def confident(everyone: list[Rival]) -> list[dict[str, Any]]:
@@ -384,14 +330,11 @@ def confident(everyone: list[Rival]) -> list[dict[str, Any]]:
         truth = exact(case)
         for rival in everyone:
             own = case.of_one()
-            loss = step(rival, own)
-            weight: Any = own.w
-            d_weight = getattr(weight, "main_grad", own.w.grad)
-            errors = distances(RESULTS, (loss, own.x.grad, d_weight), truth)
+            errors = errors_of(own, step(rival, own), truth)
             found.append({"1 - p": doubt, "name": rival.name, **errors})
             print(found[-1], flush=True)
-            if rival.name.startswith("ours") and not all(e < 1e-2 for e in errors.values()):
-                raise SystemExit(f"{rival.name} is wrong at 1-p = {doubt}: {errors}")
+            if rival.name.startswith("ours"):
+                refuse(f"{rival.name} at 1-p = {doubt}", errors, 1e-2)
     return found
 
 
@@ -400,7 +343,7 @@ def peak(rival: Rival, case: Case) -> float | None:
     try:
         for _ in range(2):
             step(rival, case)
-        case.x.grad = case.w.grad = None
+        case.forget()
         gc.collect()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -410,42 +353,40 @@ def peak(rival: Rival, case: Case) -> float | None:
     except torch.OutOfMemoryError:
         return None
     finally:
-        case.x.grad = case.w.grad = None
+        case.forget()
 
 
-def in_turns(everyone: list[Rival], case: Case, count: int) -> list[Row]:
+def in_turns(everyone: list[Rival], case: Case, count: int) -> list[dict[str, Any]]:
     """Peak memory of each, one after the other; then their times, taking turns."""
     tokens, hidden = case.x.shape
-    rows, times = {}, {}
+    missing = ("milliseconds", "tflops", "above_inputs_gib", "above_gradients_gib")
     gradients = (case.x.numel() + case.w.numel()) * case.x.element_size()
+    rows: dict[str, dict[str, Any]] = {}
+    fitting = {}
     for rival in everyone:
-        row = rows[rival.name] = Row(rival.name, tokens, case.w.shape[0], hidden)
+        row = rows[rival.name] = {"name": rival.name, "tokens": tokens}
+        row |= {"vocabulary": case.w.shape[0], "hidden": hidden, **dict.fromkeys(missing)}
+        row |= {"note": "", "spread": []}
         above = peak(rival, case.of_one())
         if above is None:
-            row.note = "out of memory"
+            row["note"] = "out of memory"
             continue
-        row.above_inputs_gib = above / GIB
-        row.above_gradients_gib = (above - gradients) / GIB
-        times[rival.name] = list[float]()
+        row["above_inputs_gib"] = above / GIB
+        row["above_gradients_gib"] = (above - gradients) / GIB
+        fitting[rival.name] = rival, case.of_one()
         torch.cuda.empty_cache()
-    parts = {rival.name: case.of_one() for rival in everyone}
-    by_name = {rival.name: rival for rival in everyone}
-    for turn, name in rounds(by_name, count + 1):
-        if name in times and turn <= by_name[name].repeats:
-            part = parts[name]
-            times[name] += elapsed(step, by_name[name], part, repeats=1)
-            part.x.grad = part.w.grad = None
-    for name, found in times.items():
-        row, counted = rows[name], found[1:]  # the first turn warms up
-        row.milliseconds = statistics.median(counted)
-        row.spread = [min(counted), max(counted)]
-        row.tflops = 6 * case.x.numel() * case.w.shape[0] / 1e9 / row.milliseconds
+    times: dict[str, list[float]] = {name: [] for name in fitting}
+    for turn, name in rounds(fitting, count + 1):
+        rival, own = fitting[name]
+        if turn <= rival.repeats:
+            times[name] += elapsed(step, rival, own, repeats=1)
+            own.forget()
+    for name, (_, *found) in times.items():  # the first turn warms up
+        milliseconds = statistics.median(found)
+        tflops = 6 * case.x.numel() * case.w.shape[0] / 1e9 / milliseconds
+        spread = [min(found), max(found)]
+        rows[name] |= {"milliseconds": milliseconds, "tflops": tflops, "spread": spread}
     return list(rows.values())
-
-
-def measure(rival: Rival, case: Case) -> Row:
-    """Measure one implementation by itself."""
-    return in_turns([rival], case, rival.repeats)[0]
 
 
 def ceilings() -> dict[str, float]:
@@ -469,7 +410,7 @@ COLUMNS: list[str | tuple[str, str]] = [
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Markdown lines."""
+    """Times and memory as lines of Markdown."""
 
     def cells(row: dict[str, Any]) -> list[Any]:
         case = [row["tokens"], row["vocabulary"], row["name"]]
@@ -482,107 +423,28 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
     return results.table(COLUMNS, map(cells, rows))
 
 
-def page(report: dict[str, Any]) -> Iterator[str]:
+def page(report: dict[str, Any]) -> str:
     """The report for people."""
-    yield f"# Linear cross-entropy, forward and backward, bf16, H={report['hidden']}"
-    yield ""
-    yield "Written by `benchmarks/linear_cross_entropy.py`; its docstring says what is counted."
-    yield ""
-    yield from (f"- {name}: {value}" for name, value in report["environment"].items())
-    yield ""
-    yield from table(report["rows"])
-    yield ""
-    yield "Relative errors against fp64 at N=2085, V=32003, and the fused kernels that ran:"
-    yield ""
-    names = list(report["correctness"][0])
-    yield from results.table(
-        [(name, ".2e") if name in RESULTS else name for name in names],
-        (
-            [row[name] if name in RESULTS else str(row.get(name)) for name in names]
-            for row in report["correctness"]
-        ),
+
+    def errors(found: list[dict[str, Any]], form: str, **forms: str) -> Iterator[str]:
+        forms |= dict.fromkeys(ALLOWED, form)
+        rows = ([x if name in forms else str(x) for name, x in each.items()] for each in found)
+        return results.table([(name, forms.get(name, "")) for name in found[0]], rows)
+
+    confident = [
+        {"1 - p": each["1 - p"], "implementation": each["name"], **{x: each[x] for x in ALLOWED}}
+        for each in report["confident"]
+    ]
+    return results.page(
+        f"# Linear cross-entropy, forward and backward, bf16, H={report['hidden']}",
+        "Written by `benchmarks/linear_cross_entropy.py`; its docstring says what is counted.",
+        results.bullets(report["environment"]),
+        table(report["rows"]),
+        "Relative errors against fp64 at N=2085, V=32003, and the fused kernels that ran:",
+        errors(report["correctness"], ".2e"),
+        "Relative errors of confident tokens against fp64 (bf16 logits around 20, exact):",
+        errors(confident, ".1e", **{"1 - p": ".0e"}),
     )
-    yield ""
-    yield "Relative errors of confident tokens against fp64 (bf16 logits around 20, exact):"
-    yield ""
-    yield from results.table(
-        [("1 - p", ".0e"), "implementation", *((name, ".1e") for name in RESULTS)],
-        ([row[name] for name in ("1 - p", "name", *RESULTS)] for row in report["confident"]),
-    )
-    yield ""
-
-
-def add_fp32_product(into: Tensor, logits: Tensor, x: Tensor) -> None:
-    """dW by a separate product and a pass over dW."""
-    into.add_(torch.mm(logits.t(), x, out_dtype=torch.float32))
-
-
-def stage_times(rows: int) -> dict[str, float]:
-    """Milliseconds of each stage for all tokens in chunks of `rows`."""
-    tokens, hidden, vocabulary = LARGE
-    case = Case.random(rows, hidden, vocabulary)
-    x, w = case.x.detach(), case.w.detach()
-    d_weight, d_hidden = torch.zeros_like(w, dtype=torch.float32), torch.empty_like(x)
-    logits = kernels.logits_buffer(rows, vocabulary, x)
-    kernels.logits(x, w, 1.0, logits)
-    row_kernel = (logits, case.targets, vocabulary, case.mask, False)
-    of_one = {"rows": median(kernels.statistics_and_gradient_, *row_kernel)}
-    of_one["logits"] = median(kernels.logits, x, w, 1.0, logits)
-    # The clock depends on the data: what the GEMMs below read must be a real gradient.
-    kernels.statistics_and_gradient_(*row_kernel)
-    of_one |= {
-        "dX": median(kernels.hidden_gradient, logits, w, 1.0, d_hidden),
-        "dW": median(kernels.weight_gradient, logits, x, 1.0, True, d_weight),
-        "dW in bf16": median(torch.mm, logits.t(), x),
-        "dW, product and addition": median(add_fp32_product, d_weight, logits, x),
-    }
-    return {"chunk": rows} | {name: tokens / rows * each for name, each in of_one.items()}
-
-
-def row_kernel_sweep() -> list[dict[str, float]]:
-    """The row kernel over its launch parameters, 4096 rows."""
-    vocabulary = LARGE[2]
-    shipped = kernels.ROW_GROUPS, kernels.ROW_WARPS
-    logits = torch.randn(4096, vocabulary, device="cuda", dtype=torch.bfloat16)
-    targets = torch.randint(vocabulary, (4096,), device="cuda")
-    weights = torch.ones(4096, device="cuda")
-    found = []
-    for groups, warps in ((512, 8), (1024, 8), (1024, 16), (2048, 16), (2048, 32), (4096, 32)):
-        kernels.ROW_GROUPS, kernels.ROW_WARPS = groups, warps
-        of = (logits, targets, vocabulary)
-        both = median(kernels.statistics_and_gradient_, *of, weights, False)
-        found.append(
-            {
-                "groups": groups,
-                "warps": warps,
-                "both": both,
-                "both, argmax": median(kernels.statistics_and_gradient_, *of, weights, True),
-                "both, TB/s of one read and one write": 2 * logits.nbytes / both / 1e9,
-            }
-        )
-        print(found[-1], flush=True)
-    kernels.ROW_GROUPS, kernels.ROW_WARPS = shipped
-    return found
-
-
-def whole_step(chunk: int) -> dict[str, float]:
-    """Forward and backward by chunk size."""
-
-    loss = ours(backend="triton", upstream="weighted-scalar", chunk_tokens=chunk)
-    row = measure(Rival("ours", loss, "_row_kernel"), Case.random(*LARGE))
-    return {
-        "chunk": chunk,
-        "logits GiB": 2 * chunk * LARGE[2] / GIB,
-        "ms": row.milliseconds or float("nan"),
-        "TFLOP/s": row.tflops or float("nan"),
-        "GiB above inputs, dX, dW": row.above_gradients_gib or float("nan"),
-    }
-
-
-def part(case: Case) -> Case:
-    """The case with this rank's rows of the weight."""
-    mine = case.w.detach().chunk(dist.get_world_size())[dist.get_rank()].clone()
-    return replace(case, w=mine.requires_grad_())
 
 
 class _Copied(torch.autograd.Function):
@@ -598,28 +460,18 @@ class _Copied(torch.autograd.Function):
         return gradient
 
 
-def unfused(case: Case) -> Tensor:
-    """Megatron's loss over materialized logits."""
+def split_unfused(case: Case) -> Tensor:
+    """Megatron's loss over the materialized logits of a rank."""
     from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
-    copied = _Copied.apply(case.x)  # type: ignore[no-untyped-call]
-    logits = torch.matmul(copied, case.w.t())
-    return case.reduce(
-        vocab_parallel_cross_entropy(logits, case.targets, tp_group=dist.group.WORLD)
-    )
+    logits = replace(case, x=_Copied.apply(case.x)).logits()  # type: ignore[no-untyped-call]
+    found = vocab_parallel_cross_entropy(logits, case.targets, tp_group=dist.group.WORLD)
+    return case.reduce(found)
 
 
-def check_part(rival: Rival) -> dict[str, float]:
-    """Errors against fp64; raises SystemExit if they exceed those of bf16."""
-    whole = Case.random(2085, 1024, 4096 * 8)
-    loss, d_x, d_w = exact(whole)
-    case = part(whole)
-    got = step(rival, case)
-    mine = d_w.chunk(dist.get_world_size())[dist.get_rank()]
-    errors = distances(RESULTS, (got, case.x.grad, case.w.grad), (loss, d_x, mine))
-    if errors["loss"] > 1e-4 or max(errors.values()) > 2e-2:
-        raise SystemExit(f"{rival.name} is wrong on rank {dist.get_rank()}: {errors}")
-    return errors
+def mine(rows: Tensor) -> Tensor:
+    """This rank's rows of the weight, or of its gradient."""
+    return rows.detach().chunk(dist.get_world_size())[dist.get_rank()].clone()
 
 
 @click.group(help=__doc__)
@@ -649,7 +501,7 @@ def compare(
     """Check and measure all implementations."""
     began = time.monotonic()
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    everyone = rivals(pull_3345)
+    everyone = list(rivals(pull_3345))
     if only:
         everyone = [r for r in everyone if any(part in r.name for part in only)]
     facts = {**results.stack("triton"), "python": platform.python_version()}
@@ -664,33 +516,13 @@ def compare(
     }
     for vocabulary in vocabularies:
         for many in tokens:
-            case = Case.random(many, hidden, vocabulary)
-            rows = [asdict(row) for row in in_turns(everyone, case, count)]
+            rows = in_turns(everyone, Case.random(many, hidden, vocabulary), count)
             print("\n".join(table(rows)), flush=True)
             report["rows"] += rows
-            del case
             gc.collect()
             torch.cuda.empty_cache()
     facts["seconds for everything"] = f"{time.monotonic() - began:.0f}"
     results.write(out, name, report, page(report))
-
-
-@main.command()
-@results.out_option(None)
-def stages(out: Path) -> None:
-    """Measure the stages of ours, and its steps by chunk size."""
-    report: dict[str, Any] = {"GPU": torch.cuda.get_device_name(), "tokens": LARGE[0]}
-    report["row_kernel"] = row_kernel_sweep()
-    for name, work, sizes in (
-        ("stages", stage_times, (1024, 2048, 4096, 8192)),
-        ("whole_step", whole_step, (2048, 4096, 5504, 8192)),
-    ):
-        report[name] = []
-        for size in sizes:
-            report[name].append(work(size))
-            torch.cuda.empty_cache()
-            print({key: round(value, 2) for key, value in report[name][-1].items()}, flush=True)
-    results.write(out, "linear_cross_entropy_stages", report)
 
 
 @main.command()
@@ -700,11 +532,15 @@ def tp(out: Path) -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    report = []
-    split = ours(backend="triton", upstream="weighted-scalar", tp_group=dist.group.WORLD)
-    for rival in (Rival("stock", unfused, None), Rival("ours", split, "_row_kernel")):
-        errors = check_part(rival)
-        row = measure(rival, part(Case.random(*LARGE)))
+    whole, report = Case.random(2085, 1024, 4096 * 8), []
+    loss, d_x, d_w = exact(whole)
+    split = ours(**PROMISED, tp_group=dist.group.WORLD)
+    for rival in (Rival("stock", split_unfused), Rival("ours", split, "_row_kernel")):
+        case = replace(whole, w=mine(whole.w)).of_one()
+        errors = errors_of(case, step(rival, case), (loss, d_x, mine(d_w)))
+        refuse(f"{rival.name} on rank {rank}", errors, ALLOWED)
+        large = Case.random(*LARGE)
+        (row,) = in_turns([rival], replace(large, w=mine(large.w)), rival.repeats)
         torch.cuda.empty_cache()
         report.append(
             {
@@ -714,9 +550,9 @@ def tp(out: Path) -> None:
                 "vocabulary": LARGE[2],
                 "GPU": torch.cuda.get_device_name(),
                 "torch": torch.__version__,
-                "ms": row.milliseconds,
-                "TFLOP/s per GPU": row.tflops,
-                "GiB above inputs, dX, dW": row.above_gradients_gib,
+                "ms": row["milliseconds"],
+                "TFLOP/s per GPU": row["tflops"],
+                "GiB above inputs, dX, dW": row["above_gradients_gib"],
                 "errors": errors,
             }
         )

@@ -28,7 +28,6 @@ NAMES = {
     "dsa_attention_h200": ("dsa_attention", "table"),
     "dsa_indexer_h200": ("dsa_indexer", "table"),
     "dsa_sharing_h200": ("dsa_attention", "sharing_table"),
-    "dsa_sparse_mla_h200": ("dsa_attention", "widths_table"),
     "hadamard_h200": ("hadamard", "page"),
     "input_embeddings_h200": ("input_embeddings", "table"),
     "linear_cross_entropy_h200": ("linear_cross_entropy", "page"),
