@@ -7,6 +7,7 @@ catalogue may put its pages into folders by subject, which its file `subjects.to
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import re
@@ -20,6 +21,7 @@ import msgspec
 from cppmega.catalogue import revision
 from cppmega.errors import CppmegaError, did_you_mean
 from cppmega.host import env, load_file, paths
+from cppmega.host.containment import compared_once
 from cppmega.page import KINDS, PURPOSES, REACHED, Page, Patch, left_alone
 from cppmega.rewriting.code_text import code_of
 from cppmega.rewriting.source import plain
@@ -57,21 +59,37 @@ def load(extra: Sequence[Path] = ()) -> dict[str, Page]:
         found = page_files(folder)
         if not found and label != BUILTIN:
             raise _empty(folder)
-        for name, path in found:
-            page = load_page(name, path, label)
-            if name in pages:
+        for page in _loaded(found, label):
+            if page.name in pages:
                 raise CppmegaError(
                     "duplicate-page",
-                    f"{name} is in {pages[name].catalogue} and in {label}.",
+                    f"{page.name} is in {pages[page.name].catalogue} and in {label}.",
                     "One of them would silently win.",
                     "rename one of the two files",
                 )
-            pages[name] = page
+            pages[page.name] = page
     for page in pages.values():
         for other in page.patch.after:
             if other not in pages:
                 raise unknown(other, pages, f"{page.name} declares after={other!r}")
     _refuse_cycle(pages)
+    return pages
+
+
+def _loaded(files: Sequence[tuple[str, Path]], label: str) -> list[Page]:
+    """Load pages together; if anything is wrong, load each by itself, to find out in which one."""
+    pages: list[Page] = []
+    with contextlib.suppress(Exception), compared_once() as changes:
+        pages = [load_page(name, path, label) for name, path in files]
+    if changes or len(pages) < len(files):
+        pages = [load_page(name, path, label) for name, path in files]
+    if changes:
+        raise CppmegaError(
+            "page-failed",
+            f"a page of the catalogue {label} {changes[0]}, but only when it is loaded first.",
+            "What the process does afterwards would depend on it.",
+            "remove what the pages do while they are loaded",
+        )
     return pages
 
 
@@ -111,21 +129,26 @@ def subjects(folder: Path) -> dict[str, str]:
         CppmegaError: `bad-subjects`.
     """
     file = folder / SUBJECTS
-    if not file.is_file():
-        return {}
     try:
-        found = _titles(file.read_bytes())
-        missing = [name for name in found if not (folder / name).is_dir()]
-    except (OSError, msgspec.DecodeError) as error:
+        data = file.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
         raise _bad_subjects(file, str(error)) from None
-    if missing:
-        raise _bad_subjects(file, f"there is no folder {missing[0]}")
-    return found
+    return _titles(folder, data)
 
 
 @functools.lru_cache(maxsize=8)
-def _titles(data: bytes) -> dict[str, str]:
-    return msgspec.toml.decode(data, type=dict[str, str])
+def _titles(folder: Path, data: bytes) -> dict[str, str]:
+    """Read the file of the subjects; several functions ask about every page."""
+    try:
+        found = msgspec.toml.decode(data, type=dict[str, str])
+    except msgspec.DecodeError as error:
+        raise _bad_subjects(folder / SUBJECTS, str(error)) from None
+    missing = [name for name in found if not (folder / name).is_dir()]
+    if missing:
+        raise _bad_subjects(folder / SUBJECTS, f"there is no folder {missing[0]}")
+    return found
 
 
 def _bad_subjects(file: Path, what: str) -> CppmegaError:

@@ -166,12 +166,10 @@ def _own_files(path: Path, edits: Iterable[Edit]) -> list[tuple[Path, bytes]]:
 
 def _relative(file: Path, code: Code) -> Iterator[Path]:
     """Find the files that a page imports relatively, with the `__init__` of their packages."""
-    for name in code.imports:
+    for name in filter(lambda name: name.startswith("."), code.imports):
         parts = name.lstrip(".").split(".")
-        folder = file.parent
-        for _ in range(len(name) - len(name.lstrip(".")) - 1):
-            folder = folder.parent
-        for count in range(1, len(parts) + 1) if name.startswith(".") else ():
+        folder = file.parents[len(name) - len(name.lstrip(".")) - 1]
+        for count in range(1, len(parts) + 1):
             below = folder.joinpath(*parts[:count])
             for found in (below / "__init__.py", below.with_name(f"{below.name}.py")):
                 if found.is_file():

@@ -80,6 +80,8 @@ class _Watch:
 
 _watch: _Watch | None = None
 _hooked = False
+_compares = True
+"""Whether each supervised piece of code is followed by a comparison of the process's state."""
 
 
 @contextmanager
@@ -97,7 +99,7 @@ def contained(failed: Failed, seconds: float | None = None) -> Iterator[None]:
             yield
         return
     _hook()
-    footprint = Footprint.now()
+    footprint = Footprint.now() if _compares else None
     watch = _watch = _Watch(failed, LIMIT if seconds is None else seconds)
     raised: CppmegaError | None = None
     try:
@@ -110,11 +112,29 @@ def contained(failed: Failed, seconds: float | None = None) -> Iterator[None]:
         watch.done = watch.done or str(error)
     finally:
         _watch = None
-        left = footprint.restore()
+        left = footprint.restore() if footprint is not None else ""
     if watch.done or left:
         raise failed(watch.done or left) from raised
     if raised is not None:
         raise raised
+
+
+@contextmanager
+def compared_once() -> Iterator[list[str]]:
+    """Compare the state of this process once for several supervised pieces of code.
+
+    A comparison takes as long as most pages take to run. The list receives what one of them has
+    changed, without saying which.
+    """
+    global _compares
+    _hook()
+    changes: list[str] = []
+    footprint, _compares = Footprint.now(), False
+    try:
+        yield changes
+    finally:
+        _compares = True
+        changes += filter(None, [footprint.restore()])
 
 
 def _await_threads(watch: _Watch) -> None:
