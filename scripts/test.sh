@@ -14,10 +14,12 @@ if ! command -v tmux >/dev/null; then
     echo "test: tmux is missing and cannot be installed (apt-get install tmux, as root);" \
       "the tests of sessions are skipped" >&2
 fi
+# Without bytecode, every one of the processes that the tests start compiles the package again.
+unset PYTHONDONTWRITEBYTECODE
 echo "== ruff" >&2
 "$bin/ruff" check .
 "$bin/ruff" format --check .
-echo "== mypy --strict beside pytest: it has one process, and pytest's two often wait" >&2
+echo "== mypy --strict beside pytest: it has one process, and pytest's often wait" >&2
 found=$(mktemp)
 "$bin/mypy" >"$found" 2>&1 &
 mypy=$!

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import shutil
@@ -15,6 +16,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cppmega.page import Page
     from tests.support.lab import Lab
 
 # A shell starts what is in its background with these ignored, and every child would inherit that.
@@ -27,11 +31,29 @@ gc.set_threshold(500_000, 5, 20)
 
 with contextlib.suppress(ImportError):  # a machine with GPUs may lack it
     from hypothesis import HealthCheck, settings
+    from hypothesis.internal.conjecture import providers
+
+    # It would parse all modules that are imported and draw constants from them, so that examples
+    # would depend on the tests before them.
+    providers._get_local_constants = lambda: providers._local_constants
 
     # The same examples in every run, however slow the machine is.
     calm = [HealthCheck.too_slow]
     settings.register_profile("tests", derandomize=True, deadline=None, suppress_health_check=calm)
     settings.load_profile("tests")
+
+with contextlib.suppress(ImportError):
+    from cppmega.catalogue import loader
+
+    _SHIPPED, _load = loader.builtin_folder(), loader.load
+    _pages = functools.cache(_load)
+
+    def _shared(extra: Sequence[Path] = ()) -> dict[str, Page]:
+        """Load the shipped pages, whose files no test changes, once in a process."""
+        shipped = not extra and loader.builtin_folder() == _SHIPPED
+        return dict(_pages()) if shipped else _load(extra)
+
+    loader.load = _shared
 
 LONGEST = (
     "test_configurations.py",

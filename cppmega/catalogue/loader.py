@@ -88,7 +88,7 @@ def _loaded(files: Sequence[tuple[str, Path]], label: str) -> list[Page]:
             "page-failed",
             f"a page of the catalogue {label} {changes[0]}, but only when it is loaded first.",
             "What the process does afterwards would depend on it.",
-            "remove what the pages do while they are loaded",
+            "correct the page; `cppmega new NAME` writes one that does nothing when it is loaded",
         )
     return pages
 
