@@ -195,19 +195,21 @@ class Side:
         return float(self.told())
 
 
-def lines(report: dict[str, Any]) -> Iterator[str]:
+def lines(report: dict[str, Any]) -> str:
     """The report in Markdown."""
-    yield from ("# Kernels of two checkouts, in turns", "")
-    facts = ", ".join(f"{name} {value}" for name, value in report["stack"].items())
-    yield f"Written by `benchmarks/checkouts_in_turns.py`: {facts}; before: {report['before']}."
+    stack = results.versions(report["stack"])
+    blocks: list[results.Page] = [
+        "# Kernels of two checkouts, in turns",
+        f"Written by `benchmarks/checkouts_in_turns.py`: {stack}; before: {report['before']}.",
+    ]
+    columns = ["kernels", *((x, ".3f") for x in ("before, ms", "after, ms", "after / before"))]
     for size, what in (
         ("large", "2 x 4096 tokens: the GPU's time of forward and backward"),
         ("small", "64 tokens: the host's time of forward and backward"),
     ):
-        yield from ("", f"## {what}", "")
-        columns = ["kernels", *((x, ".3f") for x in ("before, ms", "after, ms", "after / before"))]
-        rows = ([name, *_ratio(**sides)] for name, sides in report[size].items())
-        yield from results.table([*columns, ("noise", ".3f")], rows)
+        rows = [[name, *_ratio(**sides)] for name, sides in report[size].items()]
+        blocks += [f"## {what}", results.table([*columns, ("noise", ".3f")], rows)]
+    return results.page(*blocks)
 
 
 def _ratio(before: list[float], after: list[float]) -> tuple[float, float, float, float]:
@@ -236,7 +238,7 @@ def main(before: Path, name: str, rounds: int, out: Path) -> None:
                     times[side].append(sides[side].time(size, number))
             report[size][case] = times
             print(size, case, {side: f"{min(x):.3f}" for side, x in times.items()}, flush=True)
-    results.write(out, f"checkouts_in_turns_{card()}", report, [*lines(report), ""])
+    results.write(out, f"checkouts_in_turns_{card()}", report, lines(report))
 
 
 if __name__ == "__main__":

@@ -108,13 +108,11 @@ def table(result: dict[str, Any]) -> str:
         for name, values in result["seconds"].items()
     )
     columns = ["command", *((name, ".2f") for name in ("minimum", "median", "maximum"))]
-    lines = [
+    return results.page(
         f"Whole processes on {result['cores']} cores, Python {result['python']}, megatron-core "
         f"{result['megatron-core']}, {result['pages']} pages, {result['date']}; seconds.",
-        "",
-        *results.table(columns, rows),
-    ]
-    return "\n".join(lines) + "\n"
+        results.table(columns, rows),
+    )
 
 
 if __name__ == "__main__":

@@ -65,17 +65,13 @@ def page(result: dict[str, object]) -> str:
     """The card, and the seconds of each stage."""
     card = msgspec.convert(result["card"], make.CodeCard)
     stages = msgspec.convert(result["seconds"], dict[str, float])
-    lines = [
-        card.markdown(),
+    return results.page(
+        card.markdown().rstrip("\n"),
         "## Time",
-        "",
         f"On {result['cores']} cores, which other work shared, {result['date']}; the downloads are "
         "not counted, and packing is needed once.",
-        "",
         table(("stage", "seconds"), ((stage, f"{value:.0f}") for stage, value in stages.items())),
-        "",
-    ]
-    return "\n".join(lines)
+    )
 
 
 if __name__ == "__main__":

@@ -176,23 +176,20 @@ def _summary(result: dict[str, Any]) -> str:
 
 def table(result: dict[str, Any]) -> str:
     """The Markdown next to the JSON."""
-    lines = [
-        _summary(result),
-        "",
-        "Settings: " + "; ".join(_axis(*axis) for axis in result["axes"].items()) + ".",
-        "",
-    ]
     groups: dict[str, list[tuple[str, str]]] = {}
     for row in result["rows"]:
         for kind, stage, detail in row["findings"]:
             text = detail.rpartition(": ")[2] if kind == "excused" else f"{stage}: {detail[:160]}"
             groups.setdefault(f"{kind}: {text}", []).append((_named(row), stage))
     names = {what: {name for name, _ in where} for what, where in sorted(groups.items())}
-    lines += results.table(
-        ["what", "configurations", "example"],
-        ([_cell(what), len(each), min(each, key=len)] for what, each in names.items()),
+    return results.page(
+        _summary(result),
+        "Settings: " + "; ".join(_axis(*axis) for axis in result["axes"].items()) + ".",
+        results.table(
+            ["what", "configurations", "example"],
+            ([_cell(what), len(each), min(each, key=len)] for what, each in names.items()),
+        ),
     )
-    return "\n".join(lines) + "\n"
 
 
 def _axis(name: str, values: Iterable[Any]) -> str:

@@ -19,7 +19,7 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -30,7 +30,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.harness import results
-from benchmarks.harness.gpu import distances, timed
+from benchmarks.harness.gpu import both_ways, distances, timed
 from cppmega.ops.dsa_indexer import Loss, choose_keys, indexer_loss
 from cppmega.ops.pointwise.dsa_indexer_prologue import Rotary, prepare_index_inputs
 from cppmega.ops.pointwise.hadamard import walsh_hadamard
@@ -46,7 +46,7 @@ COPY = 4.26e12
 
 PACKAGE = "megatron.core.transformer.experimental_attention_variant"
 
-Tensors = tuple[torch.Tensor, ...]
+Tensors = Sequence[torch.Tensor]
 Call = Callable[[], Any]
 
 
@@ -195,17 +195,6 @@ def measured(call: Call, times: int = 10) -> dict[str, Any]:
     }
 
 
-def training(call: Callable[..., torch.Tensor], tensors: Tensors) -> Call:
-    """A loss and its gradients of q, k and weights."""
-    leaves = [x.detach().requires_grad_() for x in tensors[:3]]
-
-    def step() -> Tensors:
-        loss = call(*leaves, *tensors[3:])
-        return (loss.detach(), *torch.autograd.grad(loss, leaves))
-
-    return step
-
-
 LOSS = ("loss", "dq", "dk", "dweights")
 PREPARED = ("q", "k", "weights", "dq", "dk", "dweights")
 
@@ -251,14 +240,17 @@ def losses(theirs: Megatron, sparse: bool, batch: int, shape: dict[str, Any]) ->
         sides["reference path"] = theirs.loss(sparse, topk, scale)
     if sparse and shape is not PER_HEAD:  # TileLang's kernels share one key
         sides["TileLang"] = theirs.streamed(topk, scale)
+
+    def trained(side: str) -> Tensors:
+        """A loss and its gradients of q, k and weights."""
+        return both_ways(lambda *leaves: sides[side](*leaves, *tensors[3:]), tensors[:3])
+
     row: dict[str, Any] = {
-        name: measured(training(call, tensors), 3 if "path" in name else 10)
-        for name, call in sides.items()
+        name: measured(partial(trained, name), 3 if "path" in name else 10) for name in sides
     }
     rival = "TileLang" if "TileLang" in sides else "reference path"
     if "milliseconds" in row.get(rival, {}):
-        mine, other = (training(sides[name], tensors)() for name in ("ours", rival))
-        row["difference from " + rival] = agreement(mine, other)
+        row["difference from " + rival] = agreement(trained("ours"), trained(rival))
     if not sparse or shape is PER_HEAD:
         pairs = batch * shape["sequence"] * (shape["sequence"] + 1) / 2
         # Attention scores twice; index scores for the choice, and if dense for loss, dq and dk.
@@ -266,18 +258,6 @@ def losses(theirs: Megatron, sparse: bool, batch: int, shape: dict[str, Any]) ->
         products = 2 * pairs * (2 * many * wide + (1 if sparse else 4) * heads * width)
         row["floor"] = round(1e3 * products / PRODUCTS, 3)
     return row
-
-
-def both_ways(call: Callable[..., Tensors], tensors: Tensors, upstream: Tensors) -> Call:
-    """What the scores take, and gradients from theirs."""
-    leaves = [x.detach().requires_grad_() for x in tensors]
-
-    def step() -> Tensors:
-        out = call(*leaves)
-        found = torch.autograd.grad(out, leaves, upstream)
-        return (*(x.detach() for x in out), *found)
-
-    return step
 
 
 def prologues(
@@ -291,10 +271,11 @@ def prologues(
     angles = torch.cat((angles, angles), -1)[:, None, None]
     ends = torch.arange(documents + 1, device="cuda", dtype=torch.int32) * length
     rotary = Rotary(angles=angles, documents=(ends, ends) if documents else None)
-    sides = {
-        "ours": both_ways(lambda *x: prepare_index_inputs(*x, rotary), tensors, upstream),
-        "reference path": both_ways(theirs.prologue(rotary), tensors, upstream),
+    calls = {
+        "ours": lambda *x: prepare_index_inputs(*x, rotary),
+        "reference path": theirs.prologue(rotary),
     }
+    sides = {name: partial(both_ways, call, tensors, upstream) for name, call in calls.items()}
     differences = agreement(*(side() for side in sides.values()), names=PREPARED)
     traffic = 4 * sum(x.numel() * x.element_size() for x in tensors)
     return {
@@ -313,21 +294,18 @@ def clocks() -> str:
 
 def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
-    lines = [
+    columns = ["case", "side", "ms", "of ours", "peak GiB", "launches"]
+    stack = results.versions(result, "torch", "triton", "tilelang", "megatron-core")
+    return results.page(
         "# The DSA indexer, bf16, milliseconds",
-        "",
-        f"Written by `benchmarks/dsa_indexer.py`. {result['gpu']}, torch {result['torch']}, triton "
-        f"{result['triton']}, tilelang {result['tilelang']}, megatron-core "
-        f"{result['megatron-core']}, {result['date']}. SM clock, its maximum, temperature and "
-        f"power before and after each run: {'; '.join(result['clocks'])}.",
-        "",
+        f"Written by `benchmarks/dsa_indexer.py`. {result['gpu']}, {stack}, {result['date']}. SM "
+        f"clock, its maximum, temperature and power before and after each run: "
+        f"{'; '.join(result['clocks'])}.",
         "Losses are from q, k and the head weights to their gradients, the choice included; a "
         "prologue is rotary embedding, Hadamard transform and head weights, both ways. The floor "
         "is the products at 790 TFLOP/s, a write of the scores, or a prologue's reads and writes.",
-        "",
-    ]
-    columns = ["case", "side", "ms", "of ours", "peak GiB", "launches"]
-    return "\n".join([*lines, *results.table(columns, _cells(result)), ""])
+        results.table(columns, _cells(result)),
+    )
 
 
 def _cells(result: dict[str, Any]) -> Iterator[list[Any]]:
@@ -378,12 +356,12 @@ def main(megatron: Path, patched: Path | None, out: Path, only: str) -> None:
     theirs = Megatron(patched)
     before, name = clocks(), "dsa_indexer_h200"
     every = cases(theirs)
-    earlier = [*results.earlier(out, name, "clocks")] if only else []
-    found = results.earlier(out, name, "cases") if only else {}
+    earlier = results.read(out, name) if only else {}
+    found = earlier.get("cases", {})
     found |= {each: case() for each, case in every.items() if each.startswith(only)}
     result: dict[str, Any] = {
         **results.facts("torch", "triton", "tilelang", "megatron-core"),
-        "clocks": [*earlier, before, clocks()],
+        "clocks": [*earlier.get("clocks", ()), before, clocks()],
         "cases": {each: found[each] for each in every if each in found},
     }
     results.write(out, name, result, table(result))

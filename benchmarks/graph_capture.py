@@ -11,9 +11,8 @@ Writes graph_capture_h200.json and .md.
 from __future__ import annotations
 
 import itertools
-import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -143,62 +142,54 @@ def loss() -> str:
     return "captured; replays equal eager, forward and backward"
 
 
-def worker(root: Path) -> None:
-    """Run one side and print the outcome of the attempt as JSON."""
-    from cppmega.rank import imported, reached_marks
+def attempt() -> dict[str, Any]:
+    """The outcome on one side of the attempt that the environment names.
 
-    imported.only_from(root)
+    A failing capture leaves its context unusable, so each comes in a process alone.
+    """
     import torch
 
-    # The failing capture of stock leaves its context unusable, so each comes in a process alone.
+    from cppmega.rank import reached_marks
+
     name = os.environ["ATTEMPT"]
     try:
         found = {"roll": roll, "loss": loss}[name]()
     except Exception as error:
         said = str(error).strip().partition("\n")[0]
         found = f"failed: {type(error).__name__}: {said}"[:160]
-    marks = sorted(reached_marks.reached())
-    print(json.dumps({name: found, "reached": marks, "torch": torch.__version__}), flush=True)
-    os._exit(0)  # a broken CUDA context may hang at exit
+    reached = sorted(reached_marks.reached())
+    return {name: found, "reached": reached, "torch": torch.__version__}
 
 
-def page(result: dict[str, Any]) -> Iterator[str]:
+def page(result: dict[str, Any]) -> str:
     """The result as Markdown."""
     stock, patched = (result["rows"][side] for side in ("stock", "patched"))
-    yield (
-        f"{result['gpu']}, torch {result['torch']}, megatron-core {result['megatron-core']}, "
-        f"overlay {result['overlay']}, {result['date']}."
-    )
-    yield ""
     step = f"`process_mtp_loss`, {DEPTHS} depths, forward and backward"
-    yield from results.table(
-        ["CUDA-graph capture of", "stock", "patched"],
-        [
-            ["`roll_tensor` on a padded pack", *(str(x.get("roll")) for x in (stock, patched))],
-            [step, *(str(x.get("loss")) for x in (stock, patched))],
-            ["reached-marks set by the capture", "-", ", ".join(patched["reached"])],
-        ],
+    stack = results.versions(result, "torch", "megatron-core", "overlay")
+    return results.page(
+        f"{result['gpu']}, {stack}, {result['date']}.",
+        results.table(
+            ["CUDA-graph capture of", "stock", "patched"],
+            [
+                ["`roll_tensor` on a padded pack", *(str(x.get("roll")) for x in (stock, patched))],
+                [step, *(str(x.get("loss")) for x in (stock, patched))],
+                ["reached-marks set by the capture", "-", ", ".join(patched["reached"])],
+            ],
+        ),
     )
-    yield ""
 
 
 @click.command(help=__doc__)
-@results.folder_option("--megatron", "a pristine megatron/")
-@results.out_option()
-@click.option("--worker", "root", type=click.Path(path_type=Path), hidden=True)
-def main(megatron: Path | None, out: Path, root: Path | None) -> None:
+@trees.with_worker(attempt)
+def main(megatron: Path, out: Path) -> None:
     """Run both sides and write the table."""
-    if root is not None:
-        worker(root)
-    if megatron is None:
-        raise click.UsageError("Missing option '--megatron'.")
     rows: dict[str, dict[str, Any]] = {"stock": {}, "patched": {}}
     with trees.stock_and_patched(megatron) as (roots, overlay):
-        for side, attempt in itertools.product(rows, ("roll", "loss")):
-            variables = {"MASTER_PORT": "29511", "ATTEMPT": attempt}
+        for side, name in itertools.product(rows, ("roll", "loss")):
+            variables = {"MASTER_PORT": "29511", "ATTEMPT": name}
             module = "benchmarks.graph_capture"
             found, errors = trees.answer(module, roots[side], 240, **variables)
-            rows[side] |= found or {attempt: errors[-300:]}
+            rows[side] |= found or {name: errors[-300:]}
     result = {**results.facts("torch"), **overlay, "rows": rows}
     results.write(out, "graph_capture_h200", result, page(result))
 

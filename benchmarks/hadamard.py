@@ -12,7 +12,7 @@ and writes once. Writes hadamard_h200.json and .md.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,20 +54,16 @@ def _repeated(call: Callable[[], torch.Tensor]) -> None:
         call()
 
 
-def page(report: dict[str, Any]) -> Iterator[str]:
+def page(report: dict[str, Any]) -> str:
     """The report as Markdown."""
     rows = report["milliseconds"]
-    yield "# Walsh-Hadamard transform of the indexer, bf16, forward, milliseconds"
-    yield ""
-    yield "Written by `benchmarks/hadamard.py`. The kernel gives the bits of the torch transform."
-    yield ""
-    yield from (f"- {name}: {report[name]}" for name in ("date", "GPU", "torch", "triton"))
-    yield ""
     ways = [(name, ".3f") for name in next(iter(rows.values()))]
-    yield from results.table(
-        ["shape", *ways], ([shape, *row.values()] for shape, row in rows.items())
+    return results.page(
+        "# Walsh-Hadamard transform of the indexer, bf16, forward, milliseconds",
+        "Written by `benchmarks/hadamard.py`. The kernel gives the bits of the torch transform.",
+        results.bullets({name: x for name, x in report.items() if name != "milliseconds"}),
+        results.table(["shape", *ways], ([shape, *row.values()] for shape, row in rows.items())),
     )
-    yield ""
 
 
 @click.command(help=__doc__)

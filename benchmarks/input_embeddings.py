@@ -150,28 +150,20 @@ def main(out: Path) -> None:
 
 def table(report: dict[str, Any]) -> str:
     """The report as Markdown."""
-    versions = ", ".join(f"{name} {value}" for name, value in report["stack"].items())
-    lines = [
+    idle = report["milliseconds on an idle GPU"]
+    rows = ((name, time, idle[name]) for name, time in report["milliseconds"].items())
+    blocks: list[results.Page] = [
         "# N-gram and structure embeddings against a layer of kind E",
-        "",
-        f"Written by `benchmarks/input_embeddings.py`: {versions}. NAM56R's widths, "
-        f"{BATCH} x {RECIPE.seq_length} tokens, bf16, forward plus backward.",
-        "",
-        *results.table(
-            ["", ("milliseconds", ".2f"), ("on an idle GPU", ".2f")],
-            (
-                (name, time, report["milliseconds on an idle GPU"][name])
-                for name, time in report["milliseconds"].items()
-            ),
-        ),
-        "",
+        f"Written by `benchmarks/input_embeddings.py`: {results.versions(report['stack'])}. "
+        f"NAM56R's widths, {BATCH} x {RECIPE.seq_length} tokens, bf16, forward plus backward.",
+        results.table(["", ("milliseconds", ".2f"), ("on an idle GPU", ".2f")], rows),
         f"The embeddings, of {report['parameters']:,} parameters, take {report['share']:.1%} of "
         "the layer's time.",
     ]
     for name, kernels in report["kernels"].items():
-        rows = ((f"`{kernel}`", time) for kernel, time in kernels.items())
-        lines += ["", f"## {name}, by kernel", "", *results.table(["kernel", ("ms", ".3f")], rows)]
-    return "\n".join([*lines, ""])
+        cells = [(f"`{kernel}`", time) for kernel, time in kernels.items()]
+        blocks += [f"## {name}, by kernel", results.table(["kernel", ("ms", ".3f")], cells)]
+    return results.page(*blocks)
 
 
 if __name__ == "__main__":

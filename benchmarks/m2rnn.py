@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import results
-from benchmarks.harness.gpu import by_kernel, card, distance, median, upstream_of
+from benchmarks.harness.gpu import both_ways, by_kernel, card, distance, median
 from cppmega.ops.m2rnn import m2rnn
 from tests.ops.m2rnn import checks
 
@@ -37,22 +37,13 @@ def of_authors(root: Path) -> Way:
     sys.path.insert(0, str(root))
     theirs = importlib.import_module("xma.layers").m2rnn
 
-    def call(
-        q: Tensor, k: Tensor, v: Tensor, weight: Tensor, log_decay: Tensor, bounds: None
-    ) -> Tensor:
+    def call(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, log_decay: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1) for x in (q.unsqueeze(2), k.unsqueeze(2), v))
         decay = log_decay.exp().to(v.dtype).transpose(0, 1)
         out: Tensor = theirs(q, k, v, weight, decay)[0]
         return out.transpose(0, 1)
 
     return call
-
-
-def both_ways(way: Way, given: list[Tensor]) -> list[Tensor]:
-    """The output and all gradients."""
-    leaves = [x.detach().requires_grad_() for x in given]
-    out = way(*leaves, None)
-    return [out.detach(), *torch.autograd.grad(out, leaves, upstream_of(out.shape, out.dtype))]
 
 
 @click.command(help=__doc__)
@@ -62,16 +53,17 @@ def main(xma: Path | None, out: Path) -> None:
     """Check, measure and write."""
     small = checks.drawn(SHAPE._replace(s=333, b=2), torch.bfloat16, "cuda")
     checks.check(checks.RECURRENCE, small)
-    ways: dict[str, Way] = {"ours": m2rnn, "ours, clipped": partial(m2rnn, gradient_clipping=1.0)}
+    clipped = partial(m2rnn, bounds=None, gradient_clipping=1.0)
+    ways: dict[str, Way] = {"ours": partial(m2rnn, bounds=None), "ours, clipped": clipped}
     if xma is not None:
         ways["authors"] = of_authors(xma)
     given = checks.drawn(SHAPE, torch.bfloat16, "cuda")
-    ours = both_ways(m2rnn, given)
+    ours = both_ways(ways["ours"], given)
     report: dict[str, object] = {**results.stack("triton"), "shape": SHAPE._asdict()}
     for name, way in ways.items():
         apart = [distance(b, a) for a, b in zip(ours, both_ways(way, given), strict=True)]
         with torch.no_grad():
-            forward = median(way, *given, None)
+            forward = median(way, *given)
         kernels = by_kernel(both_ways, way, given)
         report[name] = {
             "forward, ms": forward,

@@ -101,13 +101,8 @@ def imported_from(root: Path) -> Iterator[None]:
 
 def both_ways(way: Way, *given: Any) -> list[Tensor]:
     """The output and all gradients, for a non-uniform upstream gradient."""
-    out = way(*given)
-    return [
-        out,
-        *torch.autograd.grad(
-            out, [*leaves(*given[:2]).values()], upstream_of(out.shape, out.dtype)
-        ),
-    ]
+    out, wanted = way(*given), [*leaves(*given[:2]).values()]
+    return [out, *torch.autograd.grad(out, wanted, upstream_of(out.shape, out.dtype))]
 
 
 def kept(way: Way, *given: Any) -> int:
@@ -176,37 +171,24 @@ def measure(
     return row, profiles
 
 
-def kernel_table(name: str, found: dict[str, float]) -> Iterator[str]:
-    """The kernels that take at least a hundredth of the time."""
-    whole = sum(found.values())
-    yield from ("", f"## {name}, by kernel: {whole:.2f} ms", "")
-    yield from results.table(
-        ["kernel", ("ms", ".3f"), ("share", ".0%")],
-        ((f"`{k[:70]}`", ms, ms / whole) for k, ms in found.items() if ms >= 0.01 * whole),
-    )
-
-
-def table(report: dict[str, Any]) -> Iterator[str]:
+def table(report: dict[str, Any]) -> str:
     """The report as Markdown."""
     rows: dict[str, dict[str, float]] = report["rows"]
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
-    yield "# Mamba-3's core, bf16, forward plus backward, milliseconds"
-    yield ""
-    yield (
+    blocks: list[results.Page] = [
+        "# Mamba-3's core, bf16, forward plus backward, milliseconds",
         "Written by `benchmarks/mamba3.py`, after a comparison of results and gradients. Each row "
-        "comes from one process."
-    )
-    yield ""
-    yield from (f"- {name}: {value}" for name, value in report["stack"].items())
-    yield ""
-    yield from results.table(
-        ["case", *((column, ".2f") for column in columns)],
-        ([name, *(row.get(column, "") for column in columns)] for name, row in rows.items()),
-    )
+        "comes from one process.",
+        results.bullets(report["stack"]),
+        results.table(
+            ["case", *((column, ".2f") for column in columns)],
+            ([name, *(row.get(column, "") for column in columns)] for name, row in rows.items()),
+        ),
+    ]
     for name, found in report["kernels"].items():
         for way, times in found.items():
-            yield from kernel_table(f"{name}, {way}", times)
-    yield ""
+            blocks += results.by_kernel(f"{name}, {way}", times)
+    return results.page(*blocks)
 
 
 @click.command(help=__doc__)
@@ -216,11 +198,8 @@ def table(report: dict[str, Any]) -> Iterator[str]:
 @click.option("--alone", is_flag=True, help="measure only our MIMO")
 def command(main: Path | None, out: Path, only: str, alone: bool) -> None:
     """Check, measure, and write after each case."""
-    report: dict[str, Any] = {
-        "stack": results.stack("triton", "tilelang", "mamba-ssm"),
-        "rows": {},
-        "kernels": {},
-    }
+    stack = results.stack("triton", "tilelang", "mamba-ssm")
+    report: dict[str, Any] = {"stack": stack, "rows": {}, "kernels": {}}
     for name, (shape, documents) in CASES.items():
         if name.startswith(only) and not (alone and shape.rank == 1):
             rivals = name in RIVALS and not alone

@@ -257,15 +257,6 @@ def large(shape: Shape) -> tuple[Inputs, Tensor]:
     return Inputs(streams, *few.parameters, out), few.bias
 
 
-def both_ways(
-    way: Way, leaves: tuple[Tensor, ...], upstream: list[Tensor]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Results and gradients in its own layout."""
-    leaves = tuple(x.detach().requires_grad_() for x in leaves)
-    found = way.call(*leaves)
-    return [x.detach() for x in found], list(torch.autograd.grad(found, leaves, upstream))
-
-
 def measure(shape: Shape, ways: Ways, times: dict[str, float], save: Callable[[], None]) -> None:
     """Put the milliseconds of each way into `times`; SystemExit if one is another function.
 
@@ -284,17 +275,16 @@ def measure(shape: Shape, ways: Ways, times: dict[str, float], save: Callable[[]
             print(f"{name}: {error!r}"[:500], flush=True)
             continue
         for what, want, mine in zip(NAMES, exact, found, strict=True):
-            distance = float((want.float() - mine.float()).norm() / want.float().norm())
-            if distance > TOLERANCE and want.numel() > 1:
-                raise SystemExit(f"{name} differs in {what}: {distance:.2e}")
+            if want.numel() > 1:
+                gpu.refuse(name, {what: gpu.distance(mine, want)}, TOLERANCE)
         del found
         leaves, turned = own_inputs(way, given, upstream)
-        times[name] = queued(both_ways, way, leaves, turned)
+        times[name] = queued(gpu.both_ways, way.call, leaves, turned)
         print(f"{name}: {times[name]:.3f} ms", flush=True)
         save()
     if "ours" in ways:
         leaves = (*given, of_out)
-        times["ours, with a bias"] = queued(both_ways, Way(ours), leaves, upstream)
+        times["ours, with a bias"] = queued(gpu.both_ways, ours, leaves, upstream)
         save()
 
 
@@ -308,7 +298,7 @@ def own_inputs(
 
 def in_our_layout(way: Way, given: Inputs, upstream: list[Tensor]) -> list[Tensor]:
     """Results and gradients."""
-    (new, seen), gradients = both_ways(way, *own_inputs(way, given, upstream))
+    new, seen, *gradients = gpu.both_ways(way.call, *own_inputs(way, given, upstream))
     d_streams, *others, d_out = gradients
     return [way.turned(new), seen, way.turned(d_streams), *way.parameters(others), d_out]
 
@@ -352,23 +342,14 @@ def measure_ops(shape: Shape, speed: float) -> dict[str, list[float]]:
 
 def site_table(sites: dict[str, dict[str, float]]) -> Iterator[str]:
     """Milliseconds, and the ratio to ours."""
-    yield ""
-    yield from results.table(
-        ["forward + backward", *sites],
-        (
-            [
-                name,
-                *(
-                    f"{times[name]:.3f} ({times[name] / times['ours']:.2f})"
-                    if {name, "ours"} <= times.keys()
-                    else ""
-                    for times in sites.values()
-                ),
-            ]
-            for name in dict.fromkeys(name for times in sites.values() for name in times)
-        ),
-    )
-    yield from ("", "Milliseconds, and in parentheses how many times ours that is.")
+
+    def cell(times: dict[str, float], name: str) -> str:
+        known = {name, "ours"} <= times.keys()
+        return f"{times[name]:.3f} ({times[name] / times['ours']:.2f})" if known else ""
+
+    names = dict.fromkeys(name for times in sites.values() for name in times)
+    rows = ([name, *(cell(times, name) for times in sites.values())] for name in names)
+    return results.table(["forward + backward", *sites], rows)
 
 
 def op_table(ops: dict[str, dict[str, list[float]]]) -> Iterator[str]:
@@ -378,34 +359,30 @@ def op_table(ops: dict[str, dict[str, list[float]]]) -> Iterator[str]:
         share = " (" + ", ".join(f"{x:.0%}" for x in shares) + ")" if shares else ""
         return f"{forward:.3f} / {backward:.3f}{share}"
 
-    yield ""
-    yield from results.table(
-        ["op", *ops, "published for Blackwell"],
-        (
-            [
-                name,
-                *(cell(*found[name]) for found in ops.values()),
-                " / ".join(f"{x:.3f}" for x in PUBLISHED.get(name, ())),
-            ]
-            for name in next(iter(ops.values()))
-        ),
+    rows = (
+        [
+            name,
+            *(cell(*found[name]) for found in ops.values()),
+            " / ".join(f"{x:.3f}" for x in PUBLISHED.get(name, ())),
+        ]
+        for name in next(iter(ops.values()))
     )
-    yield ""
-    yield "Milliseconds forward / backward, and in parentheses the share of a copy's bandwidth that"
-    yield "the least traffic of the op reaches. The last column is upstream's own account of its"
-    yield "fused kernels on another GPU, where `weights` is the projection alone."
+    return results.table(["op", *ops, "published for Blackwell"], rows)
 
 
-def page(report: dict[str, Any]) -> Iterator[str]:
+def page(report: dict[str, Any]) -> str:
     """The report as Markdown."""
-    yield "# Hyper-connections in bf16: a site and its ops"
-    yield ""
-    yield "Written by `benchmarks/mhc.py`, after a comparison of results and gradients."
-    yield ""
-    yield from (f"- {k}: {x}" for k, x in report.items() if k not in ("sites", "ops"))
-    yield from site_table(report["sites"])
-    yield from op_table(report["ops"])
-    yield ""
+    return results.page(
+        "# Hyper-connections in bf16: a site and its ops",
+        "Written by `benchmarks/mhc.py`, after a comparison of results and gradients.",
+        results.bullets({k: x for k, x in report.items() if k not in ("sites", "ops")}),
+        site_table(report["sites"]),
+        "Milliseconds, and in parentheses how many times ours that is.",
+        op_table(report["ops"]),
+        "Milliseconds forward / backward, and in parentheses the share of a copy's bandwidth that\n"
+        "the least traffic of the op reaches. The last column is upstream's own account of its\n"
+        "fused kernels on another GPU, where `weights` is the projection alone.",
+    )
 
 
 def in_order(found: dict[str, Any]) -> dict[str, Any]:
@@ -424,7 +401,8 @@ def main(dev: Path | None, out: Path, only: tuple[str, ...]) -> None:
         **results.stack("triton", "transformer-engine", "liger-kernel"),
         "bandwidth of a copy, TB/s": round(speed / 1e9, 2),
     }
-    sites, ops = (results.earlier(out, name, key) if only else {} for key in ("sites", "ops"))
+    earlier = results.read(out, name) if only else {}
+    sites, ops = earlier.get("sites", {}), earlier.get("ops", {})
 
     def save() -> None:
         whole = report | {"sites": in_order(sites), "ops": in_order(ops)}

@@ -122,23 +122,18 @@ def is_same(found: dict[str, Any]) -> bool:
     return not differ and all(found[name] <= bound for name, bound in BOUNDS.items())
 
 
-def table(report: dict[str, Any]) -> Iterator[str]:
+def table(report: dict[str, Any]) -> str:
     """The report as Markdown."""
-    yield "# Hyper-connections: checkpoints of 0.19.2 and of upstream's branches"
-    yield ""
-    yield (
-        f"Written by `benchmarks/mhc_upstream.py`, {report['date']}, torch {report['torch']}, fp32 "
-        f"on a CPU. Each tree loads the checkpoint of the other; {VERSION} has the pages "
-        f"{', '.join(PAGES)}."
-    )
-    yield ""
     columns = ["upstream", "model", "parameters", "entries of a checkpoint"]
     columns += ["names or shapes that differ", "losses apart", "gradients apart", "the same"]
-    yield from results.table(columns, _cells(report))
-    yield ""
-    yield (
+    return results.page(
+        "# Hyper-connections: checkpoints of 0.19.2 and of upstream's branches",
+        f"Written by `benchmarks/mhc_upstream.py`, {report['date']}, torch {report['torch']}, fp32 "
+        f"on a CPU. Each tree loads the checkpoint of the other; {VERSION} has the pages "
+        f"{', '.join(PAGES)}.",
+        results.table(columns, _cells(report)),
         "Gradients: the largest distance, relative to the largest gradient of that parameter, or "
-        f"to {SMALL:g} of the model's largest where that is more."
+        f"to {SMALL:g} of the model's largest where that is more.",
     )
 
 
@@ -169,7 +164,7 @@ def main(repository: Path, refs: tuple[str, ...], out: Path) -> None:
             folder = Path(scratch, str(number))
             tree = unpacked(repository, ref, folder / "tree")
             report["trees"].append(tree | {"models": exchanged(ours, folder / "tree", folder)})
-    results.write(out, "mhc_upstream", report, [*table(report), ""])
+    results.write(out, "mhc_upstream", report, table(report))
     found = [each for tree in report["trees"] for each in tree["models"].values()]
     sys.exit(not all(map(is_same, found)))
 

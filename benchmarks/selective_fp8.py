@@ -13,9 +13,7 @@ anything but the routed experts ran in FP8 on the patched side, or the routed ex
 from __future__ import annotations
 
 import importlib
-import json
 import math
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -188,11 +186,8 @@ def measure(watch: Watch, **given: Any) -> dict[str, Any]:
     }
 
 
-def worker(root: Path) -> None:
-    """Run one side and print the outcome of each case as JSON."""
-    from cppmega.rank import imported
-
-    imported.only_from(root)
+def sides() -> dict[str, Any]:
+    """The outcome of each case on one side."""
     import torch
     from megatron.core import parallel_state
 
@@ -207,9 +202,7 @@ def worker(root: Path) -> None:
         except Exception as error:
             said = str(error).strip().partition("\n")[0]
             answers[case] = {"failed": f"{type(error).__name__}: {said}"[:300]}
-    print(json.dumps(answers))
-    sys.stdout.flush()
-    os._exit(0)  # NCCL's threads need not be waited for
+    return answers
 
 
 def problems(case: str, answer: dict[str, Any]) -> list[str]:
@@ -250,17 +243,6 @@ def cell(answer: dict[str, Any], part: str) -> str:
 
 def table(result: dict[str, Any]) -> str:
     """The answers as Markdown."""
-    versions = f"torch {result['torch']}, Transformer Engine {result['te']}"
-    lines = [
-        "# FP8 in the routed experts alone (`selective_fp8_moe`)",
-        "",
-        f"{result['gpu']}, {versions}, megatron-core {result['megatron-core']}, overlay "
-        f"{result['overlay']}, {result['date']}.",
-        "",
-        "GEMMs whose operands were quantized, of all GEMMs: forward, backward (and layers whose "
-        "weights are stored in FP8).",
-        "",
-    ]
 
     def cells(case: str, side: str) -> list[str]:
         answer = result["sides"][side].get(case, {"failed": "no answer"})
@@ -269,30 +251,29 @@ def table(result: dict[str, Any]) -> str:
             numbers = [f"{answer[key]:.4f}" for key in ("loss", "gradient norm")]
         return [case, side, *(cell(answer, part) for part in GROUPS.values()), *numbers]
 
-    lines += results.table(
-        ["case", "side", *GROUPS, "loss", "gradient norm"],
-        (cells(case, side) for case in CASES for side in ("stock", "patched")),
-    )
-    failed = [
+    failed = (
         f"* {case}, {side}: {answers[case]['failed']}"
         for side, answers in result["sides"].items()
         for case in CASES
         if "failed" in answers.get(case, {})
-    ]
-    verdict = result["problems"] or ["Patched: FP8 in the routed experts, and nowhere else."]
-    return "\n".join([*lines, "", *failed, *([""] if failed else []), *verdict]) + "\n"
+    )
+    of_both = (cells(case, side) for case in CASES for side in ("stock", "patched"))
+    return results.page(
+        "# FP8 in the routed experts alone (`selective_fp8_moe`)",
+        f"{result['gpu']}, torch {result['torch']}, Transformer Engine {result['te']}, "
+        f"{results.versions(result, 'megatron-core', 'overlay')}, {result['date']}.",
+        "GEMMs whose operands were quantized, of all GEMMs: forward, backward (and layers whose "
+        "weights are stored in FP8).",
+        results.table(["case", "side", *GROUPS, "loss", "gradient norm"], of_both),
+        failed,
+        result["problems"] or "Patched: FP8 in the routed experts, and nowhere else.",
+    )
 
 
 @click.command(help=__doc__)
-@results.folder_option("--megatron", "a pristine megatron/")
-@results.out_option()
-@click.option("--worker", "root", type=click.Path(path_type=Path), hidden=True)
-def main(megatron: Path | None, out: Path, root: Path | None) -> None:
+@trees.with_worker(sides)
+def main(megatron: Path, out: Path) -> None:
     """Run both sides and write the table."""
-    if root is not None:
-        worker(root)
-    if megatron is None:
-        raise click.UsageError("Missing option '--megatron'.")
     import transformer_engine
 
     result: dict[str, Any] = {**results.facts("torch"), "sides": {}}
@@ -304,8 +285,8 @@ def main(megatron: Path | None, out: Path, root: Path | None) -> None:
             if found is None:
                 raise SystemExit(f"{side} gave no answer:\n{errors[-4000:]}")
             result["sides"][side] = found
-    wrong = [problems(case, result["sides"]["patched"][case]) for case in CASES]
-    result["problems"] = [problem for each in wrong for problem in each]
+    patched = result["sides"]["patched"]
+    result["problems"] = [each for case in CASES for each in problems(case, patched[case])]
     results.write(out, "selective_fp8_h200", result, table(result))
     sys.exit(1 if result["problems"] else 0)
 

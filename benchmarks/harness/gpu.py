@@ -100,6 +100,23 @@ def upstream_of(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.linspace(-1, 1, shape.numel(), device="cuda").view(shape).to(dtype)
 
 
+def both_ways(
+    call: Callable[..., Any], leaves: Iterable[Tensor], upstream: Iterable[Tensor] | None = None
+) -> list[Tensor]:
+    """The results of a call, a tensor or several, and the gradients of all that it is given.
+
+    Args:
+        call: from leaves that are made of these tensors.
+        leaves: of floating-point types.
+        upstream: gradients of the results; else, those of `upstream_of`.
+    """
+    given = [x.detach().requires_grad_() for x in leaves]
+    out = call(*given)
+    every = [out] if isinstance(out, Tensor) else list(out)
+    of_results = list(upstream or (upstream_of(x.shape, x.dtype) for x in every))
+    return [*(x.detach() for x in every), *torch.autograd.grad(every, given, of_results)]
+
+
 def card(name: str | None = None) -> str:
     """The word for a GPU in names of results: `h100` for `NVIDIA H100 80GB HBM3`."""
     return (name or torch.cuda.get_device_name()).removeprefix("NVIDIA ").split()[0].lower()

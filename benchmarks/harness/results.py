@@ -150,6 +150,16 @@ def _line(cells: Iterable[str | None]) -> str:
     return "|" + "".join(" |" if cell is None else f" {cell} |" for cell in cells)
 
 
+def by_kernel(title: str, times: Mapping[str, float]) -> Iterator[Page]:
+    """The kernels that take at least a hundredth of the time."""
+    whole = sum(times.values())
+    yield f"## {title}, by kernel: {whole:.2f} ms"
+    yield table(
+        ["kernel", ("ms", ".3f"), ("share", ".0%")],
+        [(f"`{k[:70]}`", ms, ms / whole) for k, ms in times.items() if ms >= 0.01 * whole],
+    )
+
+
 def page(*blocks: Page) -> str:
     """Texts and tables as one page, with an empty line between them; empty ones are left out."""
     return "\n\n".join(filter(None, map(_text, blocks))) + "\n"
