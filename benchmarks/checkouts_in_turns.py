@@ -180,7 +180,6 @@ class Side:
         )
 
     def told(self) -> Any:
-        """The next line."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -188,7 +187,6 @@ class Side:
         return json.loads(line)
 
     def time(self, size: str, number: int) -> float:
-        """Milliseconds of a case."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{size} {number}\n")
         self.process.stdin.flush()
@@ -196,7 +194,6 @@ class Side:
 
 
 def lines(report: dict[str, Any]) -> str:
-    """The report in Markdown."""
     stack = results.versions(report["stack"])
     blocks: list[results.Page] = [
         "# Kernels of two checkouts, in turns",
@@ -225,7 +222,6 @@ def _ratio(before: list[float], after: list[float]) -> tuple[float, float, float
 @click.option("--rounds", default=5, help="Times that both sides take two turns each.")
 @results.out_option()
 def main(before: Path, name: str, rounds: int, out: Path) -> None:
-    """Measure and write."""
     sides = {"before": Side(before.resolve()), "after": Side(REPOSITORY)}
     names, _ = (side.told() for side in sides.values())
     report: dict[str, Any] = {"stack": results.stack("triton"), "before": name}

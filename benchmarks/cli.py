@@ -49,7 +49,6 @@ def seconds(command: list[str], cwd: Path, codes: tuple[int, ...] = (0,)) -> flo
 
 
 def measure(version: str, runs: int) -> dict[str, list[float]]:
-    """Seconds of each run, by the name of the command."""
     python = [sys.executable, "-m", "cppmega"]
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch) / "tree"
@@ -85,7 +84,6 @@ def measure(version: str, runs: int) -> dict[str, list[float]]:
 @click.option("--runs", default=7)
 @results.out_option()
 def main(version: str, runs: int, out: Path) -> None:
-    """Measure and write the table."""
     rows = measure(version, runs)
     listing = [sys.executable, "-m", "cppmega", "list", "--json"]
     listed = subprocess.run(listing, capture_output=True, text=True, check=True).stdout
@@ -102,7 +100,6 @@ def main(version: str, runs: int, out: Path) -> None:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The Markdown next to the JSON."""
     rows = (
         [name, values[0], statistics.median(values), values[-1]]
         for name, values in result["seconds"].items()

@@ -30,7 +30,6 @@ from cppmega.host.markdown import table
 @click.argument("work", type=click.Path(path_type=Path))
 @results.out_option()
 def main(work: Path, out: Path) -> None:
-    """Make the corpus, and write what was measured."""
     work.mkdir(parents=True)
     seconds: dict[str, float] = {}
 

@@ -50,7 +50,6 @@ from tests.support import VERSIONS, patched, pristine
     help="Folder for configurations.json and configurations.md.",
 )
 def main(version: str, count: int, seed: int, out: Path) -> None:
-    """Run, compare, and write the result; exit 1 where patched code cannot do what stock can."""
     with tempfile.TemporaryDirectory() as scratch:
         os.environ.setdefault("TESTS_SCRATCH", scratch)
         root = patched(version)
@@ -145,7 +144,6 @@ def row_of(
 
 
 def _text(result: dict[str, Any]) -> str:
-    """JSON with a line for each configuration."""
     head = {key: value for key, value in result.items() if key != "rows"}
     rows = ",\n".join(json.dumps(row) for row in result["rows"])
     return f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n{rows}\n]}}\n'
@@ -175,7 +173,6 @@ def _summary(result: dict[str, Any]) -> str:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The Markdown next to the JSON."""
     groups: dict[str, list[tuple[str, str]]] = {}
     for row in result["rows"]:
         for kind, stage, detail in row["findings"]:

@@ -209,7 +209,6 @@ def flash(
 
 
 def measure(case: dict[str, Any], megatron: dict[str, Any]) -> dict[str, Any]:
-    """Measure all ways of one case."""
     tensors = inputs(case)
     of_one_key = not case.get("timed_only") and "key_heads" not in case
     truth = truth_and_floor(case, tensors) if of_one_key else None
@@ -275,7 +274,6 @@ def _head(result: dict[str, Any], *packages: str) -> str:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The kernels as Markdown."""
     columns = ["case", "way", "forward", "backward", "both", "peak GiB", "errors"]
     return results.page(
         _head(result, "torch", "triton", "tilelang", "megatron-core"),
@@ -329,7 +327,6 @@ class LayerInputs:
         self.gradient = normal(sequence, batch, heads * value)
 
     def through(self, layer: Any) -> torch.Tensor:
-        """The output of a layer."""
         from megatron.core.transformer.enums import AttnMaskType
 
         out: torch.Tensor = layer(
@@ -398,7 +395,6 @@ def saved(milliseconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def sharing_table(result: dict[str, Any]) -> str:
-    """The layers as Markdown."""
     return results.page(
         _head(result, "torch", "triton", "megatron-core", "overlay"),
         "Milliseconds of forward and backward of nine DSA layers at NAM56R's sizes, host time "

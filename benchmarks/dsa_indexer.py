@@ -51,8 +51,6 @@ Call = Callable[[], Any]
 
 
 class _Alone:
-    """A process group of one."""
-
     @staticmethod
     def size() -> int:
         return 1
@@ -67,8 +65,6 @@ class _Groups:
 
 
 class Megatron:
-    """Megatron's own functions on our tensors."""
-
     def __init__(self, patched: Path | None) -> None:
         self.dsa = importlib.import_module(f"{PACKAGE}.dsa")
         self.tilelang = importlib.import_module(f"{PACKAGE}.ops.tilelang_dsa")
@@ -138,7 +134,6 @@ class Megatron:
         )
 
     def scores(self, forward: ModuleType, tensors: Tensors) -> Call:
-        """TileLang's scores alone."""
         q, k, w = tensors[:3]
         bounds = self.bounds(q.size(0))
 
@@ -200,12 +195,10 @@ PREPARED = ("q", "k", "weights", "dq", "dk", "dweights")
 
 
 def agreement(found: Tensors, want: Tensors, names: tuple[str, ...] = LOSS) -> dict[str, float]:
-    """Relative L2 differences."""
     return {n: float(f"{x:.2e}") for n, x in distances(names, found, want).items()}
 
 
 def choices(theirs: Megatron, batch: int, shape: dict[str, Any]) -> dict[str, Any]:
-    """Scores and top-k."""
     tensors = inputs(batch, shape)
     sq, topk, q = shape["sequence"], shape["topk"], tensors[0]
     pairs = batch * sq * (sq + 1) / 2
@@ -227,7 +220,6 @@ def choices(theirs: Megatron, batch: int, shape: dict[str, Any]) -> dict[str, An
 
 
 def losses(theirs: Megatron, sparse: bool, batch: int, shape: dict[str, Any]) -> dict[str, Any]:
-    """Choice, loss and gradients."""
     tensors = inputs(batch, shape)
     topk, scale = shape["topk"], shape["attention"][1] ** -0.5
 
@@ -286,14 +278,12 @@ def prologues(
 
 
 def clocks() -> str:
-    """SM clock, temperature and power at this moment."""
     fields = "clocks.sm,clocks.max.sm,temperature.gpu,power.draw"
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as Markdown."""
     columns = ["case", "side", "ms", "of ours", "peak GiB", "launches"]
     stack = results.versions(result, "torch", "triton", "tilelang", "megatron-core")
     return results.page(
@@ -324,7 +314,6 @@ def _cells(result: dict[str, Any]) -> Iterator[list[Any]]:
 
 
 def cases(theirs: Megatron) -> dict[str, Call]:
-    """All cases by name."""
     found: dict[str, Call] = {}
     for batch in (1, 8):
         found[f"prologue, 4096 x {batch}, 32 x 64"] = partial(prologues, theirs, batch, NAM56R)
@@ -351,7 +340,6 @@ def cases(theirs: Megatron) -> dict[str, Call]:
 @results.out_option()
 @click.option("--only", default="", help="begin of the names of cases to measure")
 def main(megatron: Path, patched: Path | None, out: Path, only: str) -> None:
-    """Run the cases and write the table."""
     sys.path.insert(0, str(megatron))
     theirs = Megatron(patched)
     before, name = clocks(), "dsa_indexer_h200"

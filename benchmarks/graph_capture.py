@@ -34,7 +34,6 @@ def truth(values: Any) -> Any:
 
 
 def packed() -> Any:
-    """Parameters of a pack whose documents are padded."""
     import torch
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -68,7 +67,6 @@ def capture(work: Callable[[], Any]) -> tuple[Any, Any]:
 
 
 def roll() -> str:
-    """Capture roll_tensor and replay it on other labels."""
     import torch
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
@@ -162,7 +160,6 @@ def attempt() -> dict[str, Any]:
 
 
 def page(result: dict[str, Any]) -> str:
-    """The result as Markdown."""
     stock, patched = (result["rows"][side] for side in ("stock", "patched"))
     step = f"`process_mtp_loss`, {DEPTHS} depths, forward and backward"
     stack = results.versions(result, "torch", "megatron-core", "overlay")
@@ -182,7 +179,6 @@ def page(result: dict[str, Any]) -> str:
 @click.command(help=__doc__)
 @trees.with_worker(attempt)
 def main(megatron: Path, out: Path) -> None:
-    """Run both sides and write the table."""
     rows: dict[str, dict[str, Any]] = {"stock": {}, "patched": {}}
     with trees.stock_and_patched(megatron) as (roots, overlay):
         for side, name in itertools.product(rows, ("roll", "loss")):

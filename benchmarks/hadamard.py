@@ -55,7 +55,6 @@ def _repeated(call: Callable[[], torch.Tensor]) -> None:
 
 
 def page(report: dict[str, Any]) -> str:
-    """The report as Markdown."""
     rows = report["milliseconds"]
     ways = [(name, ".3f") for name in next(iter(rows.values()))]
     return results.page(
@@ -69,7 +68,6 @@ def page(report: dict[str, Any]) -> str:
 @click.command(help=__doc__)
 @results.out_option()
 def main(out: Path) -> None:
-    """Measure and write."""
     rows = {
         f"{what}, s={SEQUENCE}, b={batch}": measure((SEQUENCE, batch, *rest))
         for batch in (1, 8)

@@ -102,7 +102,6 @@ def added(module: Any, tokens: Tensor, hidden: Tensor) -> None:
 
 
 def through(layer: Any, hidden: Tensor) -> None:
-    """Forward and backward of the layer."""
     out = layer(hidden_states=hidden, attention_mask=None)
     out = out[0] if isinstance(out, tuple) else out
     out.backward(upstream_of(out.shape, out.dtype))
@@ -113,7 +112,6 @@ def through(layer: Any, hidden: Tensor) -> None:
 @click.command(help=__doc__)
 @results.out_option()
 def main(out: Path) -> None:
-    """Measure both, and write the share."""
     os.environ[env.NGRAM_HASH.name] = environment_sizes.text(RECIPE.ngram_hash)
     os.environ[env.STRUCTURE.name] = environment_sizes.text(RECIPE.structure)
     one = torch.distributed.HashStore()  # type: ignore[attr-defined]
@@ -149,7 +147,6 @@ def main(out: Path) -> None:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report as Markdown."""
     idle = report["milliseconds on an idle GPU"]
     rows = ((name, time, idle[name]) for name, time in report["milliseconds"].items())
     blocks: list[results.Page] = [

@@ -114,11 +114,9 @@ class Case:
         return replace(self, x=x, w=w)
 
     def logits(self) -> Tensor:
-        """Materialized."""
         return torch.matmul(self.x, self.w.t())
 
     def ignored(self) -> Tensor:
-        """The targets, of which masked ones are -100."""
         return self.targets.masked_fill(self.mask == 0, -100)
 
     def reduce(self, per_token: Tensor) -> Tensor:
@@ -126,13 +124,10 @@ class Case:
         return (per_token * self.mask).sum() / self.mask.sum()
 
     def forget(self) -> None:
-        """Drop the gradients."""
         self.x.grad = self.w.grad = None
 
 
 class Rival(NamedTuple):
-    """One implementation."""
-
     name: str
     loss: Callable[[Case], Tensor]
     """The scalar loss of a case."""
@@ -281,7 +276,6 @@ def step(rival: Rival, case: Case) -> Tensor:
 
 
 def exact(case: Case) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, dX, dW in fp64."""
     x, w = (t.detach().double() for t in (case.x, case.w))
     logits, column = x @ w.t(), case.targets.unsqueeze(1)
     # By the target's lead over the others, so that no 1 is subtracted from a probability.
@@ -424,7 +418,6 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def page(report: dict[str, Any]) -> str:
-    """The report for people."""
 
     def errors(found: list[dict[str, Any]], form: str, **forms: str) -> Iterator[str]:
         forms |= dict.fromkeys(ALLOWED, form)

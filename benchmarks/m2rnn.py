@@ -50,7 +50,6 @@ def of_authors(root: Path) -> Way:
 @results.folder_option("--xma", "a checkout of the authors' kernels")
 @results.out_option()
 def main(xma: Path | None, out: Path) -> None:
-    """Check, measure and write."""
     small = checks.drawn(SHAPE._replace(s=333, b=2), torch.bfloat16, "cuda")
     checks.check(checks.RECURRENCE, small)
     clipped = partial(m2rnn, bounds=None, gradient_clipping=1.0)

@@ -73,7 +73,6 @@ def eager(
 
 
 def recomputed(*given: Any) -> Tensor:
-    """The core under activation recomputation."""
     found: Tensor = checkpoint(ours, *given, use_reentrant=False)
     return found
 
@@ -121,7 +120,6 @@ def kept(way: Way, *given: Any) -> int:
 
 
 def given_for(shape: Shape, documents: int) -> tuple[Any, ...]:
-    """Inputs, parameters, boundaries and the chunk."""
     inputs, parameters = drawn(shape, torch.bfloat16, "cuda", dt=-4.0)
     bounds = None
     if documents > 1:
@@ -172,7 +170,6 @@ def measure(
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report as Markdown."""
     rows: dict[str, dict[str, float]] = report["rows"]
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
     blocks: list[results.Page] = [
@@ -197,7 +194,6 @@ def table(report: dict[str, Any]) -> str:
 @click.option("--only", default="", help="only cases whose names begin with this")
 @click.option("--alone", is_flag=True, help="measure only our MIMO")
 def command(main: Path | None, out: Path, only: str, alone: bool) -> None:
-    """Check, measure, and write after each case."""
     stack = results.stack("triton", "tilelang", "mamba-ssm")
     report: dict[str, Any] = {"stack": stack, "rows": {}, "kernels": {}}
     for name, (shape, documents) in CASES.items():

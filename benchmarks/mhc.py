@@ -79,7 +79,6 @@ class Inputs(NamedTuple):
 
     @property
     def parameters(self) -> Parameters:
-        """All but streams and output."""
         return Parameters(*self[1:6])
 
 
@@ -175,7 +174,6 @@ def transformer_engine(shape: Shape, *, one_gradient: bool) -> Way:
 
 
 def liger(shape: Shape) -> Way:
-    """Liger's kernels."""
     ops = importlib.import_module("liger_kernel.transformers.functional")
 
     def leaves(given: Inputs) -> tuple[Tensor, ...]:
@@ -202,7 +200,6 @@ Ways = dict[str, Callable[[], Way]]
 
 
 def own_ways() -> Ways:
-    """Ours and the reference."""
     return {
         "ours": lambda: Way(ours),
         "ours, single ops": lambda: Way(ours_by(checks.fused_ops)),
@@ -233,7 +230,6 @@ def bandwidth() -> float:
 
 
 def unit(shape: Shape) -> int:
-    """Bytes of one stream in bf16."""
     s, b, _, c = shape
     return s * b * c * 2
 
@@ -371,7 +367,6 @@ def op_table(ops: dict[str, dict[str, list[float]]]) -> Iterator[str]:
 
 
 def page(report: dict[str, Any]) -> str:
-    """The report as Markdown."""
     return results.page(
         "# Hyper-connections in bf16: a site and its ops",
         "Written by `benchmarks/mhc.py`, after a comparison of results and gradients.",
@@ -395,7 +390,6 @@ def in_order(found: dict[str, Any]) -> dict[str, Any]:
 @results.out_option()
 @click.option("--only", multiple=True, help="only shapes whose names begin with this")
 def main(dev: Path | None, out: Path, only: tuple[str, ...]) -> None:
-    """Check, measure and write."""
     name, speed = f"mhc_{gpu.card()}", bandwidth()
     report: dict[str, Any] = {
         **results.stack("triton", "transformer-engine", "liger-kernel"),

@@ -117,13 +117,11 @@ def _apart(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> fl
 
 
 def is_same(found: dict[str, Any]) -> bool:
-    """Whether a model is the same in both trees."""
     differ = found["different parameters"] or found["different in checkpoints"]
     return not differ and all(found[name] <= bound for name, bound in BOUNDS.items())
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report as Markdown."""
     columns = ["upstream", "model", "parameters", "entries of a checkpoint"]
     columns += ["names or shapes that differ", "losses apart", "gradients apart", "the same"]
     return results.page(
@@ -154,7 +152,6 @@ def _cells(report: dict[str, Any]) -> Iterator[list[Any]]:
 @click.option("--ref", "refs", multiple=True, default=REFS, help="commits or branches")
 @results.out_option()
 def main(repository: Path, refs: tuple[str, ...], out: Path) -> None:
-    """Unpack, exchange, compare and write."""
     report: dict[str, Any] = {"date": date.today().isoformat(), "torch": torch.__version__}
     report["trees"] = []
     with tempfile.TemporaryDirectory() as scratch:

@@ -46,7 +46,6 @@ def main(folder: str, other: str) -> None:
 
 
 def make_of(name: str) -> Any:
-    """A model with hyper-connections."""
     return CASES[name](**models.MHC)
 
 
@@ -84,7 +83,6 @@ def _own(model: Any, folder: Path, name: str) -> None:
 
 
 def _step(model: Any) -> dict[str, Any]:
-    """Loss and gradients of a batch."""
     value = models.loss(model)
     value.backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}

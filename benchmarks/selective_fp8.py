@@ -49,7 +49,6 @@ GROUPS = {
 
 
 def build(**given: Any) -> Any:
-    """A dense layer, three with experts, and an MTP depth with experts."""
     import torch
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -109,7 +108,6 @@ class Watch:
         self.seen: dict[str, dict[str, Any]] = {}
 
     def model(self, model: Any) -> None:
-        """Follow the layers of a model."""
         from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
         for name, module in model.named_modules():
@@ -242,7 +240,6 @@ def cell(answer: dict[str, Any], part: str) -> str:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The answers as Markdown."""
 
     def cells(case: str, side: str) -> list[str]:
         answer = result["sides"][side].get(case, {"failed": "no answer"})
@@ -273,7 +270,6 @@ def table(result: dict[str, Any]) -> str:
 @click.command(help=__doc__)
 @trees.with_worker(sides)
 def main(megatron: Path, out: Path) -> None:
-    """Run both sides and write the table."""
     import transformer_engine
 
     result: dict[str, Any] = {**results.facts("torch"), "sides": {}}

@@ -20,6 +20,10 @@ from cppmega.runs import json_file, plotting
 
 Page = str | Iterable[str]
 FOLDER = click.Path(path_type=Path)
+SITE = (
+    "Folder with a pristine megatron/ and its dist-info, as pip or an unpacked wheel leave them, "
+    "which is copied and never changed. Everything else must be importable."
+)
 
 
 def out_option(default: Path | None = RESULTS) -> Callable[..., Any]:
@@ -71,7 +75,7 @@ def places(data: str = "", required: bool = True) -> Callable[[Any], Any]:
             *([("--data", data, required)] if data else []),
             ("--out", "Results, logs, profiles and curves.", True),
             ("--work", "Scratch: trees, checkpoints, datasets, indices.", True),
-            ("--site", "Folder with a pristine megatron/.", True),
+            ("--site", SITE, True),
         ):
             given = click.option(name, type=FOLDER, required=must, help=about)(given)
         return given

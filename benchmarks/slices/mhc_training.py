@@ -16,9 +16,6 @@ Every run is a process, after which DIR/mhc_training_DEVICE.json and .md are wri
 .png with the curves. A run that is in there is not repeated (`--again` does), so a call that came
 to the end of --minutes is continued by the same command. Without a GPU there is only `small`, at
 sizes that Triton's interpreter can do. What has no result is named as not run.
-
-SITE holds a pristine `megatron/` with its dist-info, as pip or an unpacked wheel leave them; it is
-copied and never changed.
 """
 
 from __future__ import annotations
@@ -127,13 +124,11 @@ class Training:
         }
 
     def wanted(self) -> dict[str, tuple[str, ...]]:
-        """The runs of each part that this machine can do."""
         if self.device == "CPU":
             return {"small": ON_CPU}
         return {part: runs for part, runs in LABELS.items() if part != "dev" or self.dev}
 
     def left(self) -> float:
-        """Seconds until the end of the call."""
         return max(1.0, self.deadline - time.monotonic())
 
     def part(self, name: str) -> None:
@@ -162,7 +157,6 @@ class Training:
         return {"milliseconds_without": base["milliseconds"]} if here else {}
 
     def small(self, label: str) -> dict[str, Any]:
-        """The curves of both small models, trained one way."""
         way, device = SMALL[label]
         sizes = "TINY" if self.device == "CPU" else "SIZES"
         code = "from benchmarks.slices import mhc_curves as c\n"
@@ -176,7 +170,6 @@ class Training:
         return self.said(f"small {label}", "small", self.site, PAGES, code, variables)
 
     def step(self, label: str) -> dict[str, Any]:
-        """A step of the GPT of dev by each implementation."""
         assert self.dev is not None
         code = "from benchmarks.slices import mhc_dev_step as s\ns.main()"
         return self.said(f"dev {label}", "dev", self.dev, ("mhc_fused_kernels",), code, {})
@@ -242,7 +235,6 @@ class Training:
 
 
 def table(report: Mapping[str, Any]) -> Iterator[str]:
-    """The report as Markdown."""
     stack = results.versions(report, "torch", "triton", "megatron-core")
     yield "# Hyper-connections in training: kernels and reference"
     yield ""
@@ -375,7 +367,6 @@ def draw(report: Mapping[str, Any], target: Path) -> None:
 def main(
     places: Places, dev: Path | None, only: str | None, minutes: float, steps: int, again: bool
 ) -> None:
-    """Run what is left of the parts, and print the report."""
     deadline = time.monotonic() + 60 * minutes
     chosen = results.chosen(only, LABELS, "parts")
     places.create()

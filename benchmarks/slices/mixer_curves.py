@@ -106,7 +106,6 @@ def batch(seed: int, device: str) -> dict[str, torch.Tensor]:
 
 
 def run(model: str, way: str, steps: int, root: Path, log: Path) -> dict[str, list[float]]:
-    """The curves of a run in a process of its own."""
     code = (
         f"from benchmarks.slices import mixer_curves as c\nc.trained({model!r}, {way!r}, {steps})"
     )
@@ -118,7 +117,6 @@ def run(model: str, way: str, steps: int, root: Path, log: Path) -> dict[str, li
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report as Markdown."""
     blocks: list[results.Page] = [
         "# Mixers in training: kernels and reference",
         f"Written by `benchmarks/mixer_curves.py`: {results.versions(report['stack'])}.",
@@ -134,7 +132,6 @@ def table(report: dict[str, Any]) -> str:
 
 
 def draw(report: dict[str, Any], file: Path) -> None:
-    """Losses by step, a panel for each model."""
     with results.drawing(file, 1, len(report["runs"])) as (panels,):
         for panel, (model, found) in zip(panels, report["runs"].items(), strict=True):
             for way, curve in found.items():
@@ -150,7 +147,6 @@ def draw(report: dict[str, Any], file: Path) -> None:
 @click.option("--steps", default=50, show_default=True)
 @click.option("--only", type=click.Choice([*MODELS]), help="Train only this model.")
 def main(site: Path, work: Path, out: Path, steps: int, only: str | None) -> None:
-    """Train every model every way, and compare."""
     root = trees.made(site.resolve(), work / "trees" / "mixer_curves", *trees.only(PAGES))
     name = f"mixer_curves_{card()}"
     with_kernels = [m for m in MODELS if m != "SISO" or importlib.util.find_spec("mamba_ssm")]

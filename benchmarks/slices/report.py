@@ -79,7 +79,6 @@ def refuse_mock_data(rows: list[Row]) -> None:
 
 
 def steps_of(rows: list[Row]) -> list[Row]:
-    """The rows of steps, without those of starts."""
     return [row for row in rows if "step" in row]
 
 
@@ -95,12 +94,10 @@ def graph_pools(steps: list[Row]) -> dict[str, float]:
 
 
 def mtp(row: Row) -> list[float]:
-    """The MTP losses of a step, by depth."""
     return [value for key, value in sorted(row["losses"].items()) if key.startswith("mtp")]
 
 
 def losses(rows: list[Row]) -> dict[int, float]:
-    """The loss by step."""
     return {row["step"]: row["loss"] for row in steps_of(rows)}
 
 
@@ -133,7 +130,6 @@ def compared(
 
 
 def headline(result: dict[str, Any]) -> str:
-    """The headline that `cppmega recipes` prints."""
     parts = [
         f"{name} out of memory"
         if "out_of_memory" in row
@@ -156,7 +152,6 @@ def title(result: dict[str, Any]) -> str:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as Markdown."""
     data = result["data"]
     found = {name: result["runs"][name] for name in COLUMNS if name in result["runs"]}
     rows = (

@@ -47,7 +47,6 @@ class Part:
 
     @property
     def is_curve(self) -> bool:
-        """Whether losses are compared, and not speeds."""
         return "stock" in self.turns
 
 
@@ -106,7 +105,6 @@ _WITH_GRAPHS = {"after": _GRAPHS}
 
 
 def _argument(word: str, fields: tuple[tuple[str, str], ...] = ()) -> Part:
-    """The slice without and with one of Megatron's arguments."""
     return Part(batch=8, arguments=_SPARSE, fields=fields, also={"after": (word,)})
 
 

@@ -9,9 +9,6 @@ uninterrupted runs.
 
     python -m benchmarks.slices.training run --site SITE --work SCRATCH --out DIR
     python -m benchmarks.slices.training plot DIR/nam56r_h200_slice.json
-
-SITE holds a pristine `megatron/` with its dist-info, as pip or an unpacked wheel leaves them; it is
-copied and never changed. Everything else must be importable.
 """
 
 from __future__ import annotations
@@ -85,7 +82,6 @@ def run(
 
 
 def trained(bench: Bench, name: str) -> dict[str, Any]:
-    """The measurement of one run; running out of memory is a result, too."""
     tree = bench.tree("stock" if name.startswith("stock") else "overlay")
     rows = runs.trained(bench, name, tree, *_OPTIONS.get(name, ()))
     return {"out_of_memory": True} if rows is None else measured(rows)

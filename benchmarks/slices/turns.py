@@ -114,7 +114,6 @@ class Turns:
             raise click.ClickException("\n".join(failed.values()))
 
     def run(self, name: str, run: str, side: str, last: bool) -> dict[str, Any]:
-        """One run, measured."""
         part, label, failure = PARTS[name], f"{name}-{run}", ""
         self.bench.timeout = max(1.0, self.deadline - time.monotonic())
         options = [*self.options(part, label, last), "--", *part.arguments]
@@ -137,7 +136,6 @@ class Turns:
         return found | ({"profile": f"{label}-profile"} if last else {})
 
     def options(self, part: Part, label: str, last: bool) -> Iterator[str]:
-        """The trainer's options of a run."""
         # The profiler starts one step before the first profiled one.
         steps = self.length(part) + (1 + _PROFILED) * (last and not part.is_curve)
         batch = str(part.batch)
@@ -156,7 +154,6 @@ class Turns:
         return (part.steps or self.curve_steps) if part.is_curve else WARM + self.steps
 
     def tree(self, side: str) -> Path:
-        """A copy of the pristine megatron with a side's patches."""
         if side == "after" or not self.subject.pages:
             return self.bench.tree("after")
         # No other page may bend a curve that is compared with stock.
@@ -216,7 +213,6 @@ def _said(message: str) -> str:
 
 
 def profiles(out: Path, part: dict[str, Any]) -> dict[str, Profile]:
-    """The profile of each side of a part."""
     found = {
         run["side"]: json_file.read(out / run["profile"] / SUMMARY, Profile)
         for run in part["runs"].values()
@@ -278,13 +274,11 @@ def report(
 
 
 def of_side(part: Mapping[str, Any], side: str) -> list[dict[str, Any]]:
-    """The runs of a side that have a result."""
     found = [run for run in part["runs"].values() if run["side"] == side]
     return [run for run in found if "out_of_memory" not in run]
 
 
 def speeds(part: Mapping[str, Any], side: str) -> list[float]:
-    """tokens/s of each run of a side."""
     return [run["tokens_per_second"] for run in of_side(part, side)]
 
 
@@ -415,7 +409,6 @@ def from_both(stock: float, again: float, ours: float) -> float:
 def main(
     places: Places, subject: str, only: str | None, minutes: float, again: bool, **steps: int
 ) -> None:
-    """Run what is left of the parts, and print the report."""
     os.environ.update(SUBJECTS[subject].switches)  # trees and runs are made by other processes
     deadline = time.monotonic() + 60 * minutes
     chosen = results.chosen(only, SUBJECTS[subject].parts, "parts")

@@ -86,15 +86,12 @@ class Stream:
         """Everything is done already."""
 
     def record_event(self, event: Any = None) -> Stream:
-        """An event that has happened."""
         return Stream()
 
     def query(self) -> bool:
-        """Everything is done."""
         return True
 
     def elapsed_time(self, other: Any) -> float:
-        """Milliseconds."""
         return 1.0
 
 

@@ -27,7 +27,6 @@ class Recorder:
         self.found: dict[str, tuple[str, str]] = {}
 
     def write(self, test: str, outcome: str, reason: str = "") -> None:
-        """One line."""
         self.file.write(json.dumps([test, outcome, reason[:LONGEST_REASON]]) + "\n")
 
     def pytest_collection_modifyitems(
@@ -97,7 +96,6 @@ def outcomes(file: Path) -> dict[str, tuple[str, str]]:
 
 
 def _outcome(report: pytest.TestReport) -> str | None:
-    """The outcome of a phase of a test; None if the phase decides nothing."""
     if hasattr(report, "wasxfail"):
         return "xfailed" if report.skipped else "xpassed"
     if report.failed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -125,7 +125,6 @@ def no_longer_seen(found: Iterable[Difference], stock: Outcomes, patched: Outcom
 
 
 def counts(outcomes: Outcomes) -> dict[str, int]:
-    """The number of tests by outcome."""
     return dict(sorted(Counter(how for how, _ in outcomes.values()).items()))
 
 
@@ -165,7 +164,6 @@ def summary(
 
 
 def _sorted_out(found: Iterable[Difference]) -> dict[str, list[dict[str, Any]]]:
-    """The differences by their kind."""
     kinds: dict[str, list[dict[str, Any]]] = {name: [] for name in _KINDS}
     for one in found:
         if one.meant is not None:
@@ -177,7 +175,6 @@ def _sorted_out(found: Iterable[Difference]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _read(entry: Mapping[str, Any]) -> Difference:
-    """Read a difference from a result file."""
     given = {name: entry[name] for name in Difference.__slots__}
     return Difference(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
 
@@ -232,59 +229,37 @@ def fine(result: Mapping[str, Any]) -> bool:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """The Markdown next to the JSON."""
     kinds = sorted({kind for side in result["counts"].values() for kind in side})
-    rows = [
-        [side, *(str(result["counts"][side].get(kind, 0)) for kind in kinds)]
+    rows = (
+        [side, *(result["counts"][side].get(kind, 0) for kind in kinds)]
         for side in ("stock", "patched")
-    ]
-    lines = [
+    )
+    return results.page(
         "# Megatron's own unit tests, stock against patched",
-        "",
-        "Written by `benchmarks/upstream_tests.py`: the same tests in the same processes on a",
+        "Written by `benchmarks/upstream_tests.py`: the same tests in the same processes on a\n"
         "pristine megatron-core and on a copy with the pages that `cppmega apply` applies.",
-        "",
-        *(f"- {name}: {_shown(result[name])}" for name in FACTS if result.get(name)),
-        "",
-        *results.table(["tree", *kinds], rows),
-        "",
+        results.bullets({name: _shown(result[name]) for name in FACTS if result.get(name)}),
+        results.table(["tree", *kinds], rows),
         f"{result['passed_on_both']} tests pass on both trees; "
         f"{len(result['differences'])} differ.",
-        "",
-        *_section("Differences", result["differences"], _told),
-        *_section("Flaky: both trees give the same outcomes in turns", result["flaky"], _told),
-        *_section("Intended: a page makes it differ on purpose", result["meant"], _told_meant),
-        *_section("Intended, and no longer seen", result["no_longer_seen"], _told_meant),
-        *_section("Files that ran into their own limit", result["cut_short"], str),
-        *_section("Files for which there was no time", result["files_without_time"], str),
-    ]
-    return "\n".join(lines)
+        *(
+            block
+            for key, title, told in SECTIONS
+            if result[key]
+            for block in (f"## {title}", "\n".join(f"- {told(entry)}" for entry in result[key]))
+        ),
+    )
 
 
 FACTS = (
     *("date", "device", "megatron-core", "torch", "transformer-engine", "tilelang", "triton"),
-    *(
-        "python",
-        "cppmega",
-        "overlay",
-        "pages",
-        "gates",
-        "tests",
-        "stand-ins",
-        "processes",
-        "minutes",
-    ),
+    *("python", "cppmega", "overlay", "pages", "gates", "tests", "stand-ins", "processes"),
+    "minutes",
 )
 
 
 def _shown(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _section(title: str, entries: Sequence[Any], told: Any) -> list[str]:
-    if not entries:
-        return []
-    return [f"## {title}", "", *(f"- {told(entry)}" for entry in entries), ""]
 
 
 def _told(entry: Mapping[str, Any]) -> str:
@@ -295,3 +270,13 @@ def _told(entry: Mapping[str, Any]) -> str:
 
 def _told_meant(entry: Mapping[str, Any]) -> str:
     return f"`{entry['test']}` ({entry['page']}): {entry['reason']}"
+
+
+SECTIONS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("differences", "Differences", _told),
+    ("flaky", "Flaky: both trees give the same outcomes in turns", _told),
+    ("meant", "Intended: a page makes it differ on purpose", _told_meant),
+    ("no_longer_seen", "Intended, and no longer seen", _told_meant),
+    ("cut_short", "Files that ran into their own limit", str),
+    ("files_without_time", "Files for which there was no time", str),
+)

@@ -21,7 +21,7 @@ error.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -30,23 +30,25 @@ import re
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import click
 
+from benchmarks.harness import results
 from benchmarks.harness import trees as sides
 from benchmarks.upstream_tests import report
 from benchmarks.upstream_tests import sides as trees
 from benchmarks.upstream_tests.sides import Limits, Outcomes, Overlay, Server, Side
 from cppmega import __version__
 from cppmega.errors import CppmegaError
+from cppmega.host.packages import version
 
 LAST = 0.25
 """Of the time limit: for what has been begun, and to run again what differs."""
@@ -67,26 +69,23 @@ class Work:
     end: float
     """No file runs for longer."""
     tell: Callable[[str, Round], None]
-    waiting: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
     done: dict[str, list[Round]] = field(default_factory=dict)
-    errors: list[BaseException] = field(default_factory=list)
+    failed: bool = False
 
     def run(self, files: Sequence[str]) -> None:
         """Run files on both sides until all are done or the time is up."""
+        waiting = queue.SimpleQueue[str]()
         for file in files:
-            self.waiting.put(file)
-        threads = [threading.Thread(target=self._serve, args=pair) for pair in self.pairs]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if self.errors:
-            raise self.errors[0]
+            waiting.put(file)
+        with ThreadPoolExecutor(len(self.pairs)) as pool:
+            served = [pool.submit(self._serve, waiting, *pair) for pair in self.pairs]
+        for each in served:
+            each.result()
 
-    def _serve(self, stock: Server, patched: Server) -> None:
+    def _serve(self, waiting: queue.SimpleQueue[str], stock: Server, patched: Server) -> None:
         try:
-            while time.monotonic() < self.until and not self.errors:
-                file = self.waiting.get_nowait()
+            while time.monotonic() < self.until and not self.failed:
+                file = waiting.get_nowait()
                 one = self._one(stock, file)
                 other = self._one(patched, file) if one is not None else None
                 if one is not None and other is not None:
@@ -94,13 +93,21 @@ class Work:
                     self.tell(file, (one, other))
         except queue.Empty:
             pass
-        except BaseException as error:  # told by the thread that waits for this one
-            self.errors.append(error)
+        except BaseException:
+            self.failed = True
+            raise
 
     def _one(self, server: Server, file: str) -> Outcomes | None:
         left = min(self.limits.file, self.end - time.monotonic())
         limits = Limits(self.limits.test, left)
         return trees.run_file(server, file, limits, self.scratch, self.more)
+
+    def again(self, reruns: int) -> None:
+        """Run files that differ on both sides again, one at a time."""
+        alone = replace(self, pairs=self.pairs[:1], until=self.end, tell=lambda *_: None)
+        differing = [file for file, rounds in self.done.items() if report.differences(rounds)]
+        for _ in range(reruns):
+            alone.run(sorted(differing))
 
 
 def ordered(suite: Path, patched_files: Sequence[str], wanted: Sequence[str]) -> list[str]:
@@ -128,12 +135,11 @@ def _mention(path: str) -> re.Pattern[str]:
 
 
 def facts(overlay: Overlay, tests: Path, device: str, wanted: Sequence[str]) -> dict[str, Any]:
-    """The provenance of a result."""
     return {
         "date": date.today().isoformat(),
         "device": device,
         "megatron-core": overlay.version,
-        **{name: _version(name) for name in STACK},
+        **{name: version(name) or "" for name in STACK},
         "python": platform.python_version(),
         "cppmega": __version__,
         "overlay": overlay.digest,
@@ -146,19 +152,11 @@ def facts(overlay: Overlay, tests: Path, device: str, wanted: Sequence[str]) -> 
 
 
 def fingerprint(tests: Path) -> str:
-    """A hash of the Python files in a folder of tests."""
     files = sorted(tests.rglob("*.py"))
     digest = hashlib.sha256()
     for path in files:
         digest.update(f"{path.relative_to(tests).as_posix()}\n".encode() + path.read_bytes())
     return f"{len(files)} files, sha256 {digest.hexdigest()[:16]}"
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def device_name() -> str:
@@ -191,7 +189,6 @@ class Shown:
         self.bar.stop()
 
     def __call__(self, file: str, both: Round) -> None:
-        """One file is done."""
         self.passed += report.counts(both[0]).get("passed", 0)
         self.bar.update(self.task, advance=1, description=f"{self.passed} pass on stock")
         for one in report.differences([both]):
@@ -205,6 +202,10 @@ class Shown:
 
 
 _FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
+
+
+def _seconds(name: str, default: float, about: str) -> Any:
+    return click.option(name, default=default, show_default=True, help=about)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]}, help=__doc__)
@@ -226,28 +227,19 @@ _FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
 @click.option("--select", "wanted", multiple=True, help="Only files with this in their path.")
 @click.option("-k", "expression", help="Only tests that match, as for pytest.")
 @click.option("--jobs", type=click.IntRange(1), help="Files at a time (default: 2, on a GPU 8).")
-@click.option(
-    "--limit",
-    type=float,
-    default=0,
-    help="Stop after this many minutes; what did not run is listed.",
-)
-@click.option(
-    "--file-seconds", default=120.0, show_default=True, help="Limit for one file on one side."
-)
-@click.option("--test-seconds", default=60.0, show_default=True, help="Limit for one test.")
+@_seconds("--limit", 0.0, "Minutes after which it stops; what did not run is listed [no limit].")
+@_seconds("--file-seconds", 120.0, "Limit for one file on one side.")
+@_seconds("--test-seconds", 60.0, "Limit for one test.")
 @click.option("--fresh", is_flag=True, help="A fresh interpreter per file, never a fork.")
 @click.option(
-    "--reruns", default=2, show_default=True, help="How often files that differ run again."
+    "--reruns", default=2, show_default=True, help="Times that files that differ run again."
 )
 @click.option(
     "--onto",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="An earlier result (.json): run what it had no time for, and merge both.",
 )
-@click.option(
-    "--result", type=click.Path(path_type=Path), help="Write FILE.json and FILE.md (no suffix)."
-)
+@click.option("--result", type=results.FOLDER, help="Write FILE.json and FILE.md (no suffix).")
 def main(
     tests: Path, site: Path | None, onto: Path | None, result: Path | None, **given: Any
 ) -> None:
@@ -263,8 +255,7 @@ def main(
     if earlier is not None:
         answer = report.merged(earlier, answer)
     if result is not None:
-        result.with_suffix(".json").write_text(json.dumps(answer, indent=1) + "\n")
-        result.with_suffix(".md").write_text(report.table(answer))
+        results.save(result.parent, result.stem, answer, report.table(answer))
     click.echo(report.table(answer))
     sys.exit(0 if report.fine(answer) else 1)
 
@@ -304,57 +295,25 @@ def compare(
     if not files:
         raise click.UsageError(f"no test_*.py to run in {tests.name}")
     jobs = min(given["jobs"] or (2 if on_cpu else 8), len(files))
-    with served(stock, patched, jobs, scratch) as pairs, Shown(len(files)) as shown:
-        work = planned(given, begun, pairs, scratch / "jobs", shown)
-        work.run(files)
-        again(work, given["reruns"])
-    told = facts(overlay, tests, device, given["wanted"])
-    told["processes"] = "a fork" if pairs[0][0].forks else "a fresh interpreter"
-    left_out = [file for file in files if file not in work.done]
-    return report.summary(told, work.done, left_out)
-
-
-@contextmanager
-def served(
-    stock: Side, patched: Side, jobs: int, scratch: Path
-) -> Iterator[list[tuple[Server, Server]]]:
-    """Pairs of processes, all started at once, since their imports take long."""
     pairs = [
         (Server(stock, scratch / f"stock{n}.log"), Server(patched, scratch / f"patched{n}.log"))
         for n in range(jobs)
     ]
-    servers = [server for pair in pairs for server in pair]
-    try:
-        for server in servers:
-            server.launch()
-        yield pairs
-    finally:
-        for server in servers:
-            server.close()
-
-
-def planned(
-    given: Mapping[str, Any],
-    begun: float,
-    pairs: Sequence[tuple[Server, Server]],
-    scratch: Path,
-    tell: Callable[[str, Round], None],
-) -> Work:
-    """The queue within the limits of the command line."""
     seconds = given["limit"] * 60 or float("inf")
     more = ["-k", given["expression"]] if given["expression"] else []
     limits = Limits(given["test_seconds"], given["file_seconds"])
-    return Work(pairs, limits, scratch, more, begun + (1 - LAST) * seconds, begun + seconds, tell)
-
-
-def again(work: Work, reruns: int) -> None:
-    """Run files that differ on both sides again, one at a time."""
-    pairs, silent = work.pairs[:1], lambda *_: None
-    alone = Work(pairs, work.limits, work.scratch, work.more, work.end, work.end, silent)
-    alone.done = work.done
-    differing = [file for file, rounds in work.done.items() if report.differences(rounds)]
-    for _ in range(reruns):
-        alone.run(sorted(differing))
+    with ExitStack() as servers, Shown(len(files)) as shown:
+        for server in itertools.chain(*pairs):  # all at once, since their imports take long
+            servers.callback(server.close)
+            server.launch()
+        until, end = begun + (1 - LAST) * seconds, begun + seconds
+        work = Work(pairs, limits, scratch / "jobs", more, until, end, shown)
+        work.run(files)
+        work.again(given["reruns"])
+    told = facts(overlay, tests, device, given["wanted"])
+    told["processes"] = "a fork" if pairs[0][0].forks else "a fresh interpreter"
+    left_out = [file for file in files if file not in work.done]
+    return report.summary(told, work.done, left_out)
 
 
 if __name__ == "__main__":

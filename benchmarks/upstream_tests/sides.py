@@ -7,11 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,12 @@ from benchmarks.upstream_tests.plugin import (
     outcomes,
     without_folders,
 )
+from cppmega.catalogue import loader as catalogue
 from cppmega.errors import CppmegaError
 from cppmega.host import process
+from cppmega.overlay import receipt
 from cppmega.overlay.verdict import FAILURES
+from cppmega.tree.installed import Tree
 
 WORKER = "benchmarks.upstream_tests.worker"
 MARKERS = ("internal", "flaky", "flaky_in_dev", "experimental", "launch_on_gb200")
@@ -41,8 +44,6 @@ Outcomes = dict[str, tuple[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds."""
-
     test: float
     file: float
 
@@ -84,47 +85,26 @@ def patched(
     Raises:
         CppmegaError: `not-applied`, with what the engine said.
     """
-    from cppmega.catalogue import loader as catalogue
-
     sides.copy(site, root)
     loaded = catalogue.load(catalogues)
     chosen = [page for name, page in loaded.items() if name in pages or (gated and not pages)]
     gates = {page.patch.gate: "1" for page in chosen if page.patch.gate}
     command = [sys.executable, "-m", "cppmega", "apply", "--megatron", str(root), "--json"]
-    for page in pages:
-        command += ["--only", page]
-    for folder in catalogues:
-        command += ["--patches", str(folder)]
+    command += [*sides.only(pages), *(word for x in catalogues for word in ("--patches", str(x)))]
     done = subprocess.run(command, env=_environment(gates), capture_output=True, text=True)
     answer = json.loads(done.stdout)
     if done.returncode:
+        failed = [page for page in answer["patches"] if page["state"] in FAILURES]
+        said = [f"{p['name']} is {p['state']} ({p['target']}) {p['detail']}" for p in failed]
         raise CppmegaError(
             "not-applied",
-            _complaint(answer),
+            "; ".join(said) or str(answer.get("error", answer)),
             "Without a pristine tree and a patched one there is nothing to compare.",
             f"cppmega apply --megatron {site} --check",
         )
-    return _overlay(root, answer, gates)
-
-
-def _complaint(answer: Mapping[str, Any]) -> str:
-    failed = [page for page in answer["patches"] if page["state"] in FAILURES]
-    said = [f"{p['name']} is {p['state']} ({p['target']}) {p['detail']}" for p in failed]
-    return "; ".join(said) or str(answer.get("error", answer))
-
-
-def _overlay(root: Path, answer: Mapping[str, Any], gates: Mapping[str, str]) -> Overlay:
-    from cppmega.overlay import receipt
-    from cppmega.tree.installed import Tree
-
     applied = receipt.load(Tree(root)).receipt
-    return Overlay(
-        answer["megatron"]["version"],
-        answer["digest"],
-        tuple(applied.pages),
-        tuple(applied.files),
-        gates,
-    )
+    version, files = answer["megatron"]["version"], tuple(applied.files)
+    return Overlay(version, answer["digest"], tuple(applied.pages), files, gates)
 
 
 def suite(tests: Path, to: Path) -> Path:
@@ -169,7 +149,7 @@ class Server:
         self.forks = False
         """Whether files run in forks of the process; otherwise each runs in a fresh interpreter."""
 
-    def launch(self) -> subprocess.Popen[str]:
+    def launch(self) -> None:
         """Start it; it then imports what every file needs, and answers when it is ready.
 
         It ends with the thread that has started it.
@@ -182,33 +162,21 @@ class Server:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env={
-                    **_environment(self.side.gates),
-                    "TORCH_EXTENSIONS_DIR": str(self.extensions),
-                },
+                env=_environment(self.side.gates) | {"TORCH_EXTENSIONS_DIR": str(self.extensions)},
             )
-        assert self.process.stdin is not None
-        order = {
-            "root": str(self.side.root),
-            "suite": str(self.side.suite),
-            "stand_ins": self.side.stand_ins,
-            "fresh": self.side.fresh,
-        }
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
+        order = {"root": str(self.side.root), "suite": str(self.side.suite)}
+        self._tell(order | {"stand_ins": self.side.stand_ins, "fresh": self.side.fresh})
         self.ready = False
-        return self.process
 
-    def start(self) -> subprocess.Popen[str]:
+    def start(self) -> None:
         """Wait until it is ready; start it again if it has ended.
 
         Raises:
             CppmegaError: `no-server`.
         """
-        running = self.process
-        if running is None or running.poll() is not None:
-            running = self.launch()
-        if not self.ready and (answer := self._answer(running)) is None:
+        if self.process is None or self.process.poll() is not None:
+            self.launch()
+        if not self.ready and (answer := self._answer()) is None:
             raise CppmegaError(
                 "no-server",
                 f"the process of the {self.side.name} tree ended: {self.log.read_text()[-1500:]}",
@@ -217,30 +185,31 @@ class Server:
             )
         if not self.ready:
             self.ready, self.forks = True, bool(answer["forks"])
-        return running
 
     def run(self, job: Mapping[str, Any]) -> str:
         """How the process of one job ended."""
-        running = self.start()
-        assert running.stdin is not None
+        self.start()
         try:
-            running.stdin.write(json.dumps(job) + "\n")
-            running.stdin.flush()
+            self._tell(job)
         except BrokenPipeError:
             return "server ended"
-        answer = self._answer(running)
+        answer = self._answer()
         ended = "server ended" if answer is None else str(answer["ended"])
         if not ended.startswith("status"):  # nobody waits for the compiler of one that was killed
             for lock in self.extensions.rglob("lock"):
                 lock.unlink()
         return ended
 
-    @staticmethod
-    def _answer(running: subprocess.Popen[str]) -> dict[str, Any] | None:
-        assert running.stdout is not None
-        line = running.stdout.readline()
-        found: dict[str, Any] | None = json.loads(line) if line else None
-        return found
+    def _tell(self, order: Mapping[str, Any]) -> None:
+        assert self.process is not None and self.process.stdin is not None
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+
+    def _answer(self) -> Any:
+        """What it says next; None if it has ended."""
+        assert self.process is not None and self.process.stdout is not None
+        line = self.process.stdout.readline()
+        return json.loads(line) if line else None
 
     def close(self) -> None:
         """End it and every process that it has started."""
@@ -249,14 +218,13 @@ class Server:
             self.process.communicate()
 
 
-_NUMBERS = count()
-
-
 def run_file(
     server: Server, file: str, limits: Limits, scratch: Path, more: Sequence[str]
 ) -> Outcomes | None:
     """Run one test file, in as many processes as it ends; None if no time was left."""
-    with _folder(scratch) as folder:
+    scratch.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=scratch, ignore_cleanup_errors=True) as made:
+        folder = Path(made)
         report = folder / "report.jsonl"
         until = time.monotonic() + limits.file
         for _ in range(ATTEMPTS):
@@ -270,21 +238,10 @@ def run_file(
         return _whole(found, file, ended, folder / "log")
 
 
-@contextmanager
-def _folder(scratch: Path) -> Iterator[Path]:
-    folder = scratch / f"job{next(_NUMBERS)}"
-    folder.mkdir(parents=True)
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 def _job(folder: Path, file: str, limits: Limits, more: Sequence[str]) -> dict[str, Any]:
-    from importlib.util import find_spec
-
-    plugins = [word for name, word in PLUGINS.items() if find_spec(name)]
     arguments = ["-q", "--tb=line", "-c", "pytest.ini", "--rootdir", ".", "-p", "no:cacheprovider"]
-    for plugin in plugins:
-        arguments += ["-p", plugin]
+    for package, plugin in PLUGINS.items():
+        arguments += ["-p", plugin] if find_spec(package) else []
     temporary = folder / "tmp"
     (temporary / "a").mkdir(parents=True, exist_ok=True)
     return {
@@ -298,7 +255,6 @@ def _job(folder: Path, file: str, limits: Limits, more: Sequence[str]) -> dict[s
 
 
 def _blamed(report: Path, ended: str) -> bool:
-    """Record which test ended the process; return whether there was one."""
     begun = [test for test, (how, _) in outcomes(report).items() if how == STARTED]
     word = "timed out" if ended.endswith("limit") else "crashed"
     with report.open("a") as lines:

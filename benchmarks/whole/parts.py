@@ -21,9 +21,6 @@ are not reported. After each run DIR/parts.json is written; a run that is in the
 so a call that came to the end of --minutes is continued by the same command. Calls with other seeds
 and another SCRATCH may run at the same time on other GPUs, and write to the same DIR. At the end
 DIR/nam56r_parts_DEVICE.json, .md and .png are the result.
-
-SITE holds a pristine `megatron/` with its dist-info, as pip or an unpacked wheel leave them; it is
-copied and never changed.
 """
 
 from __future__ import annotations
@@ -116,7 +113,6 @@ class Parts:
             result.setdefault("runs", {})[run] = curve(rows)
 
     def copy(self, prefix: Path) -> Path:
-        """The dataset with the structure ids of other documents, made once."""
         to = self.bench.work / "shuffled" / prefix.name
         with self._write:
             if not to.with_name(to.name + ".json").is_file():
@@ -172,7 +168,6 @@ def report(result: Mapping[str, Any]) -> str:
 
 
 def _verdict(worse: list[float]) -> str:
-    """What the differences of all seeds show."""
     if len(worse) < 3:
         return "too few seeds"
     mean, error = statistics.mean(worse), statistics.stdev(worse) / math.sqrt(len(worse))
@@ -197,7 +192,6 @@ def _curves(result: Mapping[str, Any], variant: str) -> dict[int, dict[int, dict
 
 
 def _last(result: Mapping[str, Any], variant: str) -> dict[int, dict[str, float]]:
-    """The losses of the last evaluation, by seed."""
     return {seed: curve[max(curve)] for seed, curve in _curves(result, variant).items()}
 
 
@@ -254,7 +248,6 @@ def _by_step(curves: Iterable[dict[int, float]]) -> tuple[list[int], list[list[f
 def main(
     places: Places, held_out: Path, seeds: str, jobs: int, minutes: float, changes: tuple[str, ...]
 ) -> None:
-    """Run what is left of the variants, and write the report of those that are complete."""
     deadline = time.monotonic() + 60 * minutes
     places.create()
     bench = Bench(recipes_index.load(RECIPE), changes, *places, 1.0)

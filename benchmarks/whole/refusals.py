@@ -14,9 +14,6 @@ For each, DIR/refusals_DEVICE_GPUS.json and .md get the seconds from the start t
 processes (after the kill: from the kill), and which of error, host, rank and file the log names; of
 a rank that is killed, torchrun names rank and exit code. A case that trains where it should refuse,
 or resumes elsewhere than from its last complete checkpoint, fails the call.
-
-SITE holds a pristine `megatron/` with its dist-info, as pip or an unpacked wheel leave them; it is
-copied and never changed. Everything else must be importable.
 """
 
 from __future__ import annotations
@@ -69,7 +66,6 @@ class Ranks(Bench):
     last: Path | None = None
 
     def program(self, tree: Path) -> tuple[str, ...]:
-        """What torchrun starts in every rank."""
         start = self.work / "start.py"
         start.write_text(START)
         return (str(start), str(tree), str(self.last or tree), str(self.recipe.gpus))
@@ -168,11 +164,6 @@ def first_failure(said: str) -> dict[str, int] | None:
 
 
 def _rank(process: subprocess.Popen[bytes], number: int) -> psutil.Process:
-    """The process of a rank.
-
-    Raises:
-        ClickException: there is none.
-    """
     for each in psutil.Process(process.pid).children(recursive=True):
         if each.environ().get("RANK") == str(number):
             return each
@@ -197,7 +188,6 @@ CASES: Mapping[str, Callable[[Ranks], dict[str, Any]]] = {
 @click.option("--gpus", type=click.IntRange(2), default=8, show_default=True, help="Ranks.")
 @click.option("--timeout", default=400.0, show_default=True, help="Seconds for one run.")
 def main(places: Places, gpus: int, timeout: float) -> None:
-    """Run every case, and write the table."""
     places.create()
     shipped = recipes_index.load(RECIPE)
     batch = gpus * shipped.micro_batch_size
@@ -216,7 +206,6 @@ def main(places: Places, gpus: int, timeout: float) -> None:
 
 
 def page(result: dict[str, Any]) -> str:
-    """The cases as Markdown."""
     cases, first, left = result["cases"], "", ""
     if "whole" in cases:
         seconds = cases["whole"]["seconds_to_first_step"]

@@ -84,7 +84,6 @@ def repeated(rows: list[Row], whole: list[Row], saved: int) -> dict[str, Any]:
 
 
 def curves(steps: list[Row]) -> dict[str, Any]:
-    """Every loss and the load of the experts, by step."""
     return {
         "losses": {
             name: [float(f"{row['losses'][name]:.6g}") for row in steps]
@@ -102,17 +101,14 @@ def load_of(layers: list[list[float]]) -> list[float]:
 
 
 def saves(log: str) -> list[str]:
-    """What a log says of checkpoints."""
     return list(dict.fromkeys(_SAVE.findall(log)))
 
 
 def heads_of(run: dict[str, Any]) -> list[str]:
-    """The names of the losses of the head and of the MTP depths."""
     return [name for name in run["losses"] if name == "lm loss" or name.startswith("mtp")]
 
 
 def page(result: dict[str, Any]) -> str:
-    """The result as Markdown."""
     run, resume, data = result["runs"]["overlay"], result["resume"], result["data"]
     held, evaluated = result["held_out"], result["held_out_losses"]
     held_out = f"; held out {held['fingerprint']}: {held['documents']:,} documents" if held else ""

@@ -41,9 +41,6 @@ repeated, so that the same command continues a call that was cut off. A run that
 a result, and so are the steps of one that was stopped at its time limit. Calls with other rows and
 another SCRATCH may run at the same time on other GPUs of the host, and write to the same DIR;
 --note then says so.
-
-SITE holds a pristine `megatron/` with its dist-info, as pip or an unpacked wheel leave them; it is
-copied and never changed. Everything else must be importable.
 """
 
 from __future__ import annotations
@@ -92,7 +89,6 @@ class Row:
 
     @property
     def described(self) -> list[str]:
-        """What differs from the recipe."""
         variables = (f"{name}={value}" for name, value in self.variables.items())
         without = (f"without {name}" for name in self.without)
         return [*self.changes, *variables, *self.arguments, *without]
@@ -171,7 +167,6 @@ def main(
     name: str | None,
     note: str | None,
 ) -> None:
-    """Run the rows that have no result yet, and write the table."""
     chosen = results.chosen(only, ROWS, "rows")
     places.create()
     name = name or f"{recipe}_rows"
@@ -211,7 +206,6 @@ def in_environment(recipe: Recipe, row: Row) -> Iterator[None]:
 
 
 def ran(bench: Bench, name: str, steps: int, row: Row) -> dict[str, Any]:
-    """Train one row and measure it."""
     gates = sorted(f"{variable}={value}" for variable, value in bench.recipe.wanted_gates)
     left_out = (word for page in row.without for word in ("--without", page))
     of_row = [f"without-{name}"] if row.without else []
@@ -230,7 +224,6 @@ def ran(bench: Bench, name: str, steps: int, row: Row) -> dict[str, Any]:
 
 
 def page(result: dict[str, Any]) -> str:
-    """The rows as Markdown."""
     rows = {name: result["rows"][name] for name in ROWS if name in result["rows"]}
     first = next((row for row in rows.values() if "out_of_memory" not in row), None)
     return results.page(

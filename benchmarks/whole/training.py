@@ -14,9 +14,6 @@ the steps after it once more, and so do all others that are given; the resumed p
 nothing, so that the checkpoint stays.
 Writes NAME.json and NAME.md, and `draw` NAME.png. What can only fail is refused at once, as the
 ranks would refuse it minutes later.
-
-SITE holds a pristine `megatron/` with its dist-info, as pip or an unpacked wheel leave them; it is
-copied and never changed. Everything else must be importable.
 """
 
 from __future__ import annotations
@@ -162,13 +159,11 @@ def _layout(recipe: Recipe) -> tuple[int, ...]:
 
 
 def check_start(recipe: Recipe, options: RunOptions, site: Path) -> None:
-    """Check one start as its ranks will, by everything that files can show."""
     requirements.check_profile(recipe, options)
     plan.check_files(recipe, options, Session(site))
 
 
 def check_gpus(recipe: Recipe) -> None:
-    """Check that this host has enough GPUs for a recipe."""
     import torch
 
     found = torch.cuda.device_count()
@@ -308,7 +303,6 @@ def killed_and_resumed(
 
 
 def room_for_another(checkpoints: Path) -> bool:
-    """Whether the disk has room for a second checkpoint beside the first."""
     size = sum(each.stat().st_size for each in checkpoints.rglob("*") if each.is_file())
     return shutil.disk_usage(checkpoints).free > 1.1 * size
 
