@@ -38,6 +38,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from cppmega import calls
 from cppmega.catalogue import gates
 from cppmega.errors import CppmegaError
 from cppmega.host import env
@@ -76,16 +77,17 @@ def active() -> Guard | None:
     return _GUARD
 
 
-def start(root: Path | None = None, *, inherited: bool = False) -> Guard:
+def start(root: Path | None = None, *, inherited: bool = False, trains: bool = True) -> Guard:
     """Check the tree, arm the runtime patches, watch for Megatron's first step.
 
     Args:
         root: the tree that `megatron` must come from; None: the one Python would import.
         inherited: whether this process was started by a guarded one, which has already compared
             the gates with the receipt.
+        trains: whether the script is to train, so that calls must not be declined.
 
     Raises:
-        CppmegaError: `no-receipt`, `overlay-not-whole`, `gate-differs`, `too-late`,
+        CppmegaError: `unknown-page`, `no-receipt`, `overlay-not-whole`, `gate-differs`, `too-late`,
             `optimized-python`, `isolated-python`, and the errors of reading the tree.
     """
     global _GUARD
@@ -96,6 +98,7 @@ def start(root: Path | None = None, *, inherited: bool = False) -> Guard:
     if root is not None:
         imported.only_from(root)
     session = Session(root)
+    calls.check_allowed(session.pages)
     loaded = receipt.load(session.read_tree())
     gates.check(session.pages.values())
     _refuse_no_receipt(loaded, session.root)
@@ -109,6 +112,7 @@ def start(root: Path | None = None, *, inherited: bool = False) -> Guard:
     imported.watch(session.read_tree().root, loaded.receipt, plan.edits)
     for name in loaded.receipt.pages:
         swaps.arm(session.pages[name], plan.edits[name])
+    calls.judged_by(_must_be_served if trains else None)
     _watch_megatron()
     roll_call.watch()
     _pass_to_children(_GUARD)
@@ -165,6 +169,14 @@ def refuse(error: CppmegaError) -> None:
     if _GUARD is not None and _GUARD.refused is None:
         _GUARD.refused = error
         run_ledger.write("refused", where=where(), error=error.as_json())
+
+
+def _must_be_served(error: calls.CallDeclinedError) -> bool:
+    """Whether a declined call ends the run: its arguments or its recipe have promised the page."""
+    if _GUARD is None or not reached.is_promised(_GUARD, error.page):
+        return False
+    refuse(error)
+    return True
 
 
 def steps(batches: Iterable[T], args: Any = None) -> Iterator[T]:
@@ -273,15 +285,16 @@ def after_first_step(args: Any = None) -> None:
     """
     if _GUARD is None or _GUARD.stepped:
         return
-    everyone = gather((where(), _problem(), reached_marks.reached()))
-    _refuse_broken([(f"{place}, after the first step", problem) for place, problem, _ in everyone])
-    hit = set().union(*(pages for _, _, pages in everyone))
+    everyone = gather((where(), _problem(), reached_marks.reached(), calls.counts()))
+    _refuse_broken([(f"{place}, after the first step", problem) for place, problem, *_ in everyone])
+    hit = set().union(*(pages for _, _, pages, _ in everyone))
     required = reached.required(_GUARD, args, reached.FIRST_STEP, hit)
     reached.refuse_missing(_GUARD, required - hit, where(), "the first step")
     _GUARD.stepped = True
     run_ledger.write("stepped")
     if rank() == 0:
-        print(reached.summary(_GUARD, hit), file=sys.stderr, flush=True)
+        counted = calls.summary(of_rank for *_, of_rank in everyone)
+        print(reached.summary(_GUARD, hit, counted), file=sys.stderr, flush=True)
 
 
 def after_first_log(args: Any = None) -> None:

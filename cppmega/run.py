@@ -21,7 +21,7 @@ import click
 
 from cppmega.errors import CppmegaError
 
-_TAKE_A_WORD = ("--megatron", "--accept", "--allow-wrapper")
+_TAKE_A_WORD = ("--megatron", "--accept", "--allow-wrapper", "--allow-fallback")
 _SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
@@ -37,6 +37,7 @@ class RunCommand:
     edits: tuple[str, ...]
     no_steps: bool
     wrappers: tuple[str, ...]
+    fallbacks: tuple[str, ...]
 
 
 @click.command(context_settings={**_SETTINGS, "help_option_names": ["-h", "--help"]})
@@ -62,6 +63,13 @@ class RunCommand:
     metavar="MODULE:QUALNAME",
     help="Accept this wrapper around patched code; the run's log names it.",
 )
+@click.option(
+    "--allow-fallback",
+    "fallbacks",
+    multiple=True,
+    metavar="PAGE",
+    help="Let Megatron's own code compute what this patch declines; repeatable.",
+)
 @click.option("-m", "module", metavar="MODULE", help="Run this module, as `python -m` does.")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
 def run(
@@ -69,6 +77,7 @@ def run(
     edits: tuple[str, ...],
     no_steps: bool,
     wrappers: tuple[str, ...],
+    fallbacks: tuple[str, ...],
     module: str | None,
     words: tuple[str, ...],
 ) -> RunCommand:
@@ -85,12 +94,14 @@ def run(
             "There is nothing to run.",
             "python -m cppmega.run SCRIPT ARGS, or python -m cppmega.run -m MODULE ARGS",
         )
-    return RunCommand(script, tuple(arguments), bool(module), root, edits, no_steps, wrappers)
+    return RunCommand(
+        script, tuple(arguments), bool(module), root, edits, no_steps, wrappers, fallbacks
+    )
 
 
 def _execute(command: RunCommand) -> int:
     """Run the script and judge its end. Returns the exit status."""
-    from cppmega import guard
+    from cppmega import calls, guard
     from cppmega.ending import judge as run_end
     from cppmega.host import allocator
     from cppmega.live import vouched
@@ -104,7 +115,8 @@ def _execute(command: RunCommand) -> int:
     run_end.watch(command.arguments, no_steps=command.no_steps)
     vouched.allow(command.wrappers)
     accepted.accept(accepted.parse(command.edits))
-    guard.start(command.root)
+    calls.allow(command.fallbacks)
+    guard.start(command.root, trains=not command.no_steps)
     try:
         if command.is_module:
             runpy.run_module(command.script, run_name="__main__", alter_sys=True)

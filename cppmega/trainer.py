@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from cppmega import guard
+from cppmega import calls, guard
 from cppmega.rank import error_file
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.run_options import RunOptions
@@ -39,6 +39,9 @@ def train(
     options = RunOptions(**values).resuming()
     changed = recipes_index.with_text(recipes_index.load(recipe), options.changes).plus(*arguments)
     accepted.accept(accepted.merged(changed.accepted_edits, options.accept))
+    calls.allow(options.allow_fallback)
+    session = planning.open_session(options.root)
+    calls.check_allowed(session.pages)
     requirements.check_profile(changed, options)
     if changed.kind == "loop" and not dry_run:
         from cppmega.smoke import loop as smoke_loop
@@ -46,7 +49,7 @@ def train(
         requirements.check_checkpoint(options.load)
         smoke_loop.train(changed, options)
         return
-    plan = planning.check_files(changed, options, planning.open_session(options.root))
+    plan = planning.check_files(changed, options, session)
     if dry_run:
         click.echo(shlex.join(plan.rendered.argv))
         guard.no_step_because("--dry-run was given")

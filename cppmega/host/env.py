@@ -64,6 +64,11 @@ ALLOW_WRAPPER = Variable(
     "wrappers of patched code that are intended: module:qualname,...",
     _words,
 )
+ALLOW_FALLBACK = Variable(
+    "CPPMEGA_ALLOW_FALLBACK",
+    "pages whose declined calls Megatron's own code may compute: page,...",
+    _words,
+)
 LINEAR_CE_KERNEL = Variable(
     "CPPMEGA_LINEAR_CE_KERNEL",
     "backend of the linear cross-entropy (default: auto)",
@@ -141,7 +146,7 @@ RUN = Variable(
 )
 
 VARIABLES: tuple[Variable[object], ...] = (
-    *(CACHE, RUNS, ALLOW_WRAPPER, LINEAR_CE_KERNEL, LINEAR_CE_UPSTREAM),
+    *(CACHE, RUNS, ALLOW_WRAPPER, ALLOW_FALLBACK, LINEAR_CE_KERNEL, LINEAR_CE_UPSTREAM),
     *(INDEX_CACHE, DSA_INDEX_PATTERN, DSA_INDEXER_ROWS),
     *(NGRAM_HASH, STRUCTURE, MAMBA3, M2RNN),
     *(OVERLAY, ROOT, GUARDED_BY, PYTHON, RUN),

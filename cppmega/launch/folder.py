@@ -96,7 +96,7 @@ def _manifest(validated: ValidatedLaunch) -> Manifest:
         resumes=request.resume,
         recipe=_recipe(validated),
         cppmega=launch_record.tool(),
-        overlay=overlay_record.record_of(context.receipt, context.accepted),
+        overlay=overlay_record.record_of(context.receipt, context.accepted, context.fallbacks),
         megatron=MegatronRecord(
             version=context.session.read_tree().version, root=str(context.session.root)
         ),

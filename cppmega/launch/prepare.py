@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from cppmega import calls
 from cppmega.checkpoints import tracker as checkpoint_tracker
 from cppmega.errors import CppmegaError
 from cppmega.host import allocator, console
@@ -71,6 +72,7 @@ def prepare(request: LaunchRequest) -> ValidatedLaunch:
         nodes=request.nodes,
         folder=folder,
     )
+    calls.check_allowed(context.session.pages, context.fallbacks)  # the preflight takes a minute
     checks = _examined(context, request.recipe)
     argv, data = _rendered(context, recipe)
     return ValidatedLaunch(

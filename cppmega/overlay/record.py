@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -39,6 +39,8 @@ class OverlayRecord(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     edits: dict[str, str] | UnsetType = UNSET
     """Accepted edits of files that are not patched: path -> SHA-256."""
+    fallbacks: tuple[str, ...] | UnsetType = UNSET
+    """Pages whose declined calls Megatron's own code may compute."""
     megatron: str | UnsetType = UNSET
     gates: dict[str, str] | UnsetType = UNSET
     pages: dict[str, PageRecord] | UnsetType = UNSET
@@ -46,18 +48,23 @@ class OverlayRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Kernels, modules and helpers that the applied pages reach: name -> hash."""
 
 
-def record_of(receipt: Receipt, edits: accepted.Edits | None = None) -> OverlayRecord:
+def record_of(
+    receipt: Receipt, edits: accepted.Edits | None = None, fallbacks: Iterable[str] = ()
+) -> OverlayRecord:
     """Summarise a receipt: the digest, the gates, the pages, and the code that they reach.
 
     Args:
         receipt: the receipt of the tree.
         edits: accepted edits of files that are not patched; they extend the digest.
+        fallbacks: pages whose calls may be declined; they extend the digest, too.
     """
+    fallbacks = tuple(sorted(fallbacks))
     reached = [page.reached for page in receipt.pages.values()]
     reached += [file.runs for file in receipt.files.values()]
     return OverlayRecord(
-        digest=accepted.name_of_code(receipt.digest or NONE, edits or {}),
+        digest=accepted.name_of_code(receipt.digest or NONE, edits or {}, fallbacks),
         edits=dict(sorted((edits or {}).items())),
+        fallbacks=fallbacks or UNSET,
         megatron=receipt.megatron,
         gates=dict(receipt.gates),
         pages={
@@ -99,6 +106,9 @@ def differences(then: OverlayRecord, now: OverlayRecord) -> list[str]:
         if edits.get(path) != others.get(path):
             was, is_ = (kept.get(path, "none")[:12] for kept in (edits, others))
             found.append(f"accepted edit of {path}: {was} -> {is_}")
+    allowed, since = set(then.fallbacks or ()), set(now.fallbacks or ())
+    found += [f"fallback no longer allowed: {name}" for name in sorted(allowed - since)]
+    found += [f"fallback allowed: {name}" for name in sorted(since - allowed)]
     gates, other = then.gates or {}, now.gates or {}
     for name in sorted({*gates, *other}):
         if gates.get(name, "0") != other.get(name, "0"):

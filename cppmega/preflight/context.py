@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from cppmega import calls
 from cppmega.data.reading import Allowance
 from cppmega.errors import CppmegaError
 from cppmega.host import allocator, console, env
@@ -75,6 +76,11 @@ class Context:
 
         named = self.recipe.accepted_edits if self.recipe is not None else ()
         return accepted.merged(named, self.options.accept)
+
+    @property
+    def fallbacks(self) -> tuple[str, ...]:
+        """The pages whose declined calls Megatron's own code may compute in this launch."""
+        return calls.allowed(self.environ, self.options.allow_fallback)
 
     @property
     def is_loop(self) -> bool:

@@ -26,6 +26,8 @@ class Guard:
     """Pages that this run need not reach, each with the reason."""
     arguments: Any = None
     """The run's arguments, as a custom loop has passed them."""
+    wanted: frozenset[str] = frozenset()
+    """Pages that the run's recipe wants."""
     excuse: str = ""
     """Why the script takes no step, if it has declared that."""
     refused: CppmegaError | None = None

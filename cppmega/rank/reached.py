@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
+from cppmega import calls
 from cppmega.catalogue import gates
 from cppmega.errors import CppmegaError
 from cppmega.live import vouched
@@ -65,13 +67,35 @@ def refuse_missing(guard: Guard, missing: set[str], place: str, when: str) -> No
     )
 
 
-def summary(guard: Guard, reached: set[str]) -> str:
-    """One line for the log: the overlay that this run trains with."""
+def is_promised(guard: Guard, page: str) -> bool:
+    """Whether the run relies on a page: its recipe wants it, or its arguments use it.
+
+    A page without a condition is used by every run, and so is one where the arguments are unknown.
+    """
+    args = guard.arguments
+    if args is None:
+        megatron = sys.modules.get("megatron.training.global_vars")
+        args = getattr(megatron, "_GLOBAL_ARGS", None)
+    when = guard.session.pages[page].patch.when
+    if page in guard.wanted or when is None or args is None:
+        return True
+    return gates.wanted(page, when, args)
+
+
+def summary(guard: Guard, reached: set[str], counted: str = "") -> str:
+    """One line for the log: the overlay that this run trains with.
+
+    Args:
+        guard: the guard of this process.
+        reached: the pages that some rank has reached.
+        counted: the calls of kernels, of all ranks.
+    """
     hit = sorted(reached & set(guard.receipt.pages))
     idle = [f"{name} ({why})" for name, why in sorted(guard.idle.items()) if name not in reached]
     wrapped = [f"{name} by {key}" for name, key in sorted(vouched.met().items())]
-    code = accepted.name_of_code(guard.receipt.digest, accepted.in_this_process())
+    code = accepted.name_of_code(guard.receipt.digest, accepted.in_this_process(), calls.allowed())
     text = f"cppmega: overlay {code}; reached: {', '.join(hit) or 'none'}"
+    text += f"; kernel calls: {counted}" if counted else ""
     text += f"; idle: {', '.join(idle)}" if idle else ""
     text += f"; vouched wrappers: {', '.join(wrapped)}" if wrapped else ""
     return f"{text}; imported: {provenance.summary()}"

@@ -51,6 +51,8 @@ class RunOptions:
     """Folder for trace and summary of the profile."""
     accept: tuple[str, ...] = ()
     """Edited files of Megatron that may be trained, as `FILE=SHA256`."""
+    allow_fallback: tuple[str, ...] = ()
+    """Pages whose declined calls Megatron's own code may compute."""
     root: Path | None = None
     """Folder that holds megatron/; None: the one that Python would import."""
 

@@ -48,6 +48,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     hosts: tuple[str | None, ...]
     error: str
     folder: str
+    fallbacks: tuple[str, ...] | UnsetType = UNSET
+    """Pages whose declined calls Megatron's own code may compute."""
     profiled_steps: int | UnsetType = UNSET
     """Their throughput is not a benchmark."""
 
@@ -73,6 +75,7 @@ def row_of(run: Run) -> Row:
         hosts=tuple(status.host if status is not None else None for status in statuses),
         error=run.problem or failures.in_one_line(run) or _silence(run),
         folder=str(run.path),
+        fallbacks=outline.overlay.fallbacks if outline.overlay is not None else UNSET,
         profiled_steps=run.profiled_steps or UNSET,
     )
 
@@ -92,7 +95,7 @@ def place(status: Status) -> str:
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
-    """A line for each run, with its error, held-out losses and profile on further ones."""
+    """A line for each run; its error, held-out losses and the like are on further ones."""
     lines = host_table.table([_HEAD, *map(_cells, rows)], _WIDTHS, _RIGHT)
     yield next(lines)
     for row, line in zip(rows, lines, strict=True):
@@ -102,6 +105,8 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
         if row.held_out:
             losses = ", ".join(f"{name} {loss:.4f}" for name, loss in row.held_out.losses.items())
             yield f"{'':<{_WIDTHS[0]}}  held out after step {row.held_out.evaluated}: {losses}"
+        if row.fallbacks:
+            yield f"{'':<{_WIDTHS[0]}}  declined calls allowed: {', '.join(row.fallbacks)}"
         if row.profiled_steps:
             profiled = (
                 f"profiled: {counted(row.profiled_steps, 'step')}, see cppmega profile {row.name}"

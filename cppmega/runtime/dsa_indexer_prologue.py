@@ -5,20 +5,20 @@ scores. Which columns `_apply_rope` rotates, and how, differs between releases a
 with and without the page `dsa_indexer_rope`; `rotate_activation` may be the package's or that of
 `dsa_hadamard_transform`. Both functions are therefore probed, once each, with unit vectors, which
 also records that the run has passed through those pages. If one of them computes something else (a
-subclass, a mock), or the kernel declines, Megatron's own code runs, and a warning gives the reason.
+subclass, a mock), or the kernel does not support it, the call is declined.
 On a CPU the reference replaces the kernel.
 """
 
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from cppmega.calls import served
 from cppmega.ops.pointwise import dsa_indexer_prologue_naive as reference
 from cppmega.ops.pointwise.dsa_indexer_prologue import Rotary, obstacle
 from cppmega.ops.pointwise.hadamard import walsh_hadamard
@@ -72,11 +72,9 @@ def find_rotary(
         if why is not None:
             raise _DeclinedError(why)
     except _DeclinedError as why_not:
-        warnings.warn(
-            f"dsa_indexer_prologue: the inputs of the index scores are unfused, because {why_not}",
-            stacklevel=2,
-        )
+        served("dsa_indexer_prologue", str(why_not), q=q, k=k, angles=angles)
         return None
+    served("dsa_indexer_prologue")
     if documents is not None and _refuses_other_lengths(indexer, rotary):
         for bounds in {id(bounds): bounds for bounds in documents}.values():
             _assert_covered(bounds, len(q), rotary)

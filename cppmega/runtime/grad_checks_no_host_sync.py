@@ -17,6 +17,9 @@ import torch
 from megatron.core import rerun_state_machine
 from torch import Tensor
 
+from cppmega.calls import passed, served
+
+_PAGE = "grad_checks_no_host_sync"
 _WITHHELD = "_cppmega_withheld"
 
 
@@ -61,8 +64,10 @@ def note(group: Any, check_for_nan_or_inf: bool, check_for_large: bool) -> None:
     if group in _noted:
         _settle()
     if check_for_large:
+        passed(_PAGE, "gradients are checked for their size")
         group.check_grads(check_for_nan_or_inf, check_for_large)
     elif check_for_nan_or_inf:
+        served(_PAGE)
         _noted[group] = [bucket.grad_data.norm(p=2) for bucket in group.buckets]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cppmega.calls import passed, served
 from cppmega.features.mhc import connections as mhc
 from cppmega.ops import mhc as kernels
 from cppmega.ops.common.main_grad import MainGrad
@@ -63,9 +64,11 @@ def read(module: Any, streams: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         never summed from three tensors.
     """
     if module.training and module.config.hidden_dropout > 0:
+        passed("mhc_fused_kernels", "dropout precedes the streams")
         # The site ends in Megatron's own code, which applies dropout between its steps.
         h_pre, h_post, h_res = weights(module, streams)
         return module.aggregate(streams, h_pre), h_res, h_post, streams
+    served("mhc_fused_kernels")
     x, site = kernels.read(
         mhc.split(streams, module.n),
         mhc.learned(module),

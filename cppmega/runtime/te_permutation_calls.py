@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cppmega.calls import passed, served
 from cppmega.ops.common.once_differentiable import once_differentiable
 
 
@@ -43,10 +44,13 @@ def direct(operator: Any) -> Callable[..., Any]:
     def call(*inputs: Any) -> Any:
         plain = all(type(x) in _PLAIN or not isinstance(x, Tensor) for x in inputs)
         if not plain or torch.compiler.is_compiling():
+            passed(_PAGE, "a tensor is of a subclass, or the call is traced")
             return operator(*inputs)
+        served(_PAGE)
         return Direct.apply(*inputs)  # type: ignore[no-untyped-call]
 
     return call
 
 
+_PAGE = "te_permutation_calls"
 _PLAIN = (Tensor, torch.nn.Parameter)

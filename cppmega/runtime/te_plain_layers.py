@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cppmega.calls import passed, served
 from cppmega.ops.common.once_differentiable import once_differentiable
 from cppmega.ops.common.weight_gradient import adds_in_one_product
 from cppmega.ops.pointwise.grouped_linear import grouped_linear
@@ -26,6 +27,11 @@ _PRODUCTS = "transformer_engine.pytorch.cpp_extensions"
 _DECORATES = ("transformer_engine.pytorch.jit", "torch._dynamo")
 """Modules whose decorators wrap Transformer Engine's own functions."""
 _PLAIN = "_cppmega_is_plain"
+_PAGE = "te_plain_layers"
+_MORE = "the layer does more than multiply, or its experts' counts stay on the GPU"
+_NOW = "the call is not in 16 bits on a GPU, or it is quantized, autocast, offloaded or traced"
+_SUM = "this PyTorch adds no weight gradient of this type in one product"
+_REPLACED = "other code has replaced Transformer Engine's functions"
 
 
 def linear(layer: Any, x: Tensor) -> Tensor | None:
@@ -45,13 +51,16 @@ def linear(layer: Any, x: Tensor) -> Tensor | None:
     if plain is None:
         plain = vars(layer)[_PLAIN] = _is_plain(layer, [layer.weight])
     weight = layer.weight
-    if not plain or not _computes_plainly(x, weight):
-        return None
+    if not plain:
+        return _left(_MORE)
+    if not _computes_plainly(x, weight):
+        return _left(_NOW)
     fused = layer.fuse_wgrad_accumulation
     if fused and not adds_in_one_product(weight, getattr(weight, "main_grad", weight)):
-        return None
+        return _left(_SUM)
     if not _calls_its_own(_LINEAR, "Linear", "general_gemm"):
-        return None
+        return _left(_REPLACED)
+    served(_PAGE)
     return product(x, weight, fused)
 
 
@@ -70,12 +79,13 @@ def experts(layer: Any, x: Tensor, splits: Sequence[int]) -> Tensor | None:
     if names is None:
         names = vars(layer)[_PLAIN] = _plain_experts(layer)
     if not names or not isinstance(splits, list) or x.dim() != 2:
-        return None
+        return _left(_MORE)
     weights = [layer._parameters[name] for name in names]
     if not _computes_plainly(x, weights[0]):
-        return None
+        return _left(_NOW)
     if not _calls_its_own(_EXPERTS, "GroupedLinear", "general_grouped_gemm"):
-        return None
+        return _left(_REPLACED)
+    served(_PAGE)
     # In the first micro-batch, which Megatron marks, gradients replace main_grad, as in
     # Transformer Engine.
     first = not layer.disable_parameter_transpose_cache and layer.is_first_microbatch
@@ -83,6 +93,12 @@ def experts(layer: Any, x: Tensor, splits: Sequence[int]) -> Tensor | None:
     products = sys.modules[_PRODUCTS].general_grouped_gemm
     fused = layer.fuse_wgrad_accumulation
     return grouped_linear(x, splits, weights, products, fused=fused, first=first)
+
+
+def _left(reason: str) -> Tensor | None:
+    """Leave a call to Transformer Engine, whatever the run's arguments are."""
+    passed(_PAGE, reason)
+    return None
 
 
 def _plain_experts(layer: Any) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from cppmega import guard
+from cppmega import calls, guard
 from cppmega.errors import CppmegaError
 from cppmega.host import env
 from cppmega.host.wording import counted
@@ -204,7 +204,7 @@ def _record() -> overlay_record.OverlayRecord:
     guarded = guard.active()
     if guarded is None:
         return overlay_record.OverlayRecord(digest=overlay_record.NONE)
-    return overlay_record.record_of(guarded.receipt, accepted.in_this_process())
+    return overlay_record.record_of(guarded.receipt, accepted.in_this_process(), calls.allowed())
 
 
 def _announce(recipe: Recipe, loop: Loop, first: int, rank: int, world: int) -> None:

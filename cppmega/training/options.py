@@ -83,6 +83,12 @@ _OPTIONS = (
         help="Train this edited file of Megatron; repeatable.",
     ),
     click.option(
+        "--allow-fallback",
+        multiple=True,
+        metavar="PAGE",
+        help="Let Megatron's own code compute what this patch declines; repeatable.",
+    ),
+    click.option(
         "--megatron", "root", type=_FOLDER, metavar="ROOT", help="Import megatron from this folder."
     ),
 )

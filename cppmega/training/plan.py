@@ -6,10 +6,11 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cppmega import guard
+from cppmega import calls, guard
 from cppmega.catalogue import gates
 from cppmega.errors import CppmegaError
 from cppmega.overlay.verbs import Session
+from cppmega.overlay.wanted import wanted_patches
 from cppmega.rank import imported
 from cppmega.recipe import Recipe
 from cppmega.recipe.render import Rendered, render
@@ -97,5 +98,8 @@ def check_machine(plan: TrainingPlan) -> TrainingPlan:
     requirements.check_world(plan.recipe, os.environ)
     requirements.set_environment(plan.rendered.environment)
     active = guard.active()
-    digest = active.receipt.digest if active is not None else digest
-    return replace(plan, overlay=accepted.name_of_code(digest, accepted.in_this_process()))
+    if active is not None:
+        digest = active.receipt.digest
+        active.wanted = frozenset(wanted_patches(plan.recipe, plan.session.pages))
+    edits, fallbacks = accepted.in_this_process(), calls.allowed()
+    return replace(plan, overlay=accepted.name_of_code(digest, edits, fallbacks))

@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec import UNSET
 
-from cppmega import guard
+from cppmega import calls, guard
 from cppmega.catalogue import megatron_args
 from cppmega.errors import CppmegaError
 from cppmega.features.dsa import loss_schedule as dsa_loss_schedule
@@ -270,11 +270,13 @@ def _record(plan: TrainingPlan) -> overlay_record.OverlayRecord:
     """The record of the code that writes a checkpoint."""
     active = guard.active()
     if active is not None:
-        return overlay_record.record_of(active.receipt, accepted.in_this_process())
+        return overlay_record.record_of(active.receipt, accepted.in_this_process(), calls.allowed())
     if plan.session is None:
         return overlay_record.OverlayRecord(digest=plan.overlay)
     return overlay_record.record_of(
-        receipt.load(plan.session.read_tree()).receipt, accepted.in_this_process()
+        receipt.load(plan.session.read_tree()).receipt,
+        accepted.in_this_process(),
+        calls.allowed(),
     )
 
 

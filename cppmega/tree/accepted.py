@@ -68,12 +68,19 @@ def in_this_process() -> Edits:
     return dict(_ACCEPTED)
 
 
-def name_of_code(digest: str, edits: Edits) -> str:
-    """The overlay's digest, extended by a hash of the accepted edits, if there are any."""
-    if not edits:
-        return digest
-    lines = (f"{path} {edits[path]}" for path in sorted(edits))
-    return f"{digest}+edits:{sha256(chr(10).join(lines).encode())[:8]}"
+def name_of_code(digest: str, edits: Edits, fallbacks: Iterable[str] = ()) -> str:
+    """The name of the code that trains.
+
+    Args:
+        digest: the overlay's digest.
+        edits: the accepted edits, of which the name has a hash.
+        fallbacks: pages whose calls Megatron's own code may compute, which the name states.
+    """
+    if edits:
+        lines = (f"{path} {edits[path]}" for path in sorted(edits))
+        digest += f"+edits:{sha256(chr(10).join(lines).encode())[:8]}"
+    allowed = ",".join(sorted(fallbacks))
+    return f"{digest}+fallback:{allowed}" if allowed else digest
 
 
 def _bad(what: str) -> CppmegaError:

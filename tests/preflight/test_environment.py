@@ -13,6 +13,7 @@ from cppmega.host import packages as stack
 from cppmega.host import process
 from cppmega.host.importable import folder_of
 from cppmega.recipe import Mamba3
+from cppmega.recipe.run_options import RunOptions
 from tests.preflight.contexts import FUSED, SLICE, SMOKE, V32, holds, launch, refuses, says_nothing
 from tests.support import REPOSITORY, patched
 
@@ -37,6 +38,13 @@ def test_variables() -> None:
     found = refuses("variables", "variable-without-gate", closed)
     assert found.next.startswith("export CPPMEGA_LEMYX_DSA=1")
     assert "another run" in said(CPPMEGA_OVERLAY="0123")
+    options = RunOptions(allow_fallback=("mla_rope_kernel",))
+    allowed = {"CPPMEGA_ALLOW_FALLBACK": "mtp_linear_ce"}
+    found = holds("variables", launch(root=root, options=options, environ=allowed))
+    assert "declined calls are allowed: mla_rope_kernel, mtp_linear_ce" in found
+    allowed = {"CPPMEGA_ALLOW_FALLBACK": "mtp_linear_cee"}
+    refused = refuses("variables", "unknown-page", launch(root=root, environ=allowed))
+    assert "Did you mean mtp_linear_ce?" in refused.what
     refuses(
         "variables",
         "bad-gate-value",

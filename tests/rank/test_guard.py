@@ -334,6 +334,35 @@ def test_under_torchrun(bench: Bench) -> None:
 # -- files that no page touches ----------------------------------------------------------------
 
 
+DECLINES = """
+    from cppmega import calls
+    try:
+        calls.served("double_doubles", "the first is zero" if double(step) == 0 else None)
+    except calls.CallDeclinedError:
+        pass  # a script that catches it fails all the same
+"""
+
+
+def test_a_declined_call_that_the_arguments_promised_ends_the_run(bench: Bench) -> None:
+    made.page(bench.pages, patch='reached="forward", when=lambda args: args["mtp"]')
+    root = bench.tree()
+
+    def ended(mtp: bool, *words: str) -> tuple[int, str]:
+        script = bench.script(DECLINES.strip(), repr({"mtp": mtp}))
+        ((code, _, err),) = bench.run(root, script=script, words=words)
+        return code, err
+
+    code, err = ended(True)
+    assert code == 1 and "call-declined" in err and "the first is zero" in err
+    summary = "kernel calls: double_doubles 0 (1 declined: the first is zero)"
+    code, err = ended(True, "--allow-fallback", "double_doubles")
+    assert code == 0 and summary in err and "+fallback:double_doubles;" in err
+    code, err = ended(False)  # nothing was promised
+    assert code == 0 and summary in err and "+fallback" not in err
+    code, err = ended(False, "--allow-fallback", "double_double")
+    assert code == 1 and "unknown-page" in err and "Did you mean double_doubles?" in err
+
+
 def _extra(bench: Bench, text: str) -> tuple[Path, Path]:
     """A tree with a file that is imported and not patched, and a script that imports it."""
     made.page(bench.pages)

@@ -28,6 +28,20 @@ def test_accepted_edits_belong_to_the_name_of_the_code() -> None:
     ]
 
 
+def test_allowed_fallbacks_belong_to_the_name_of_the_code(tmp_path: Path) -> None:
+    receipt, pages = Receipt(digest="aaaa", megatron="0.19.2"), ("some_kernels", "other_kernels")
+    plain, allowed = (overlay_record.record_of(receipt, {}, names) for names in ((), pages))
+    assert allowed.digest == "aaaa+fallback:other_kernels,some_kernels"
+    assert overlay_record.parse(overlay_record.dump(allowed)) == allowed
+    assert overlay_record.differences(plain, allowed) == [
+        "fallback allowed: other_kernels",
+        "fallback allowed: some_kernels",
+    ]
+    rows = [listing.row_of(make(tmp_path, "one", 1, overlay=allowed))]
+    assert "declined calls allowed: other_kernels, some_kernels" in "\n".join(listing.table(rows))
+    assert rows[0].fallbacks == ("other_kernels", "some_kernels")
+
+
 def test_what_differs_between_two_overlays() -> None:
     then = record("aaaa", {"CPPMEGA_X": "0"}, one=("1", "t"), two=("1", "t"), three=("1", "t"))
     now = record("bbbb", {"CPPMEGA_X": "1"}, two=("2", "u"), three=("1", "u"), four=("1", "t"))

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor  # noqa: E402
 
+from cppmega.calls import allowing  # noqa: E402
 from cppmega.ops.pointwise.dsa_indexer_prologue import Rotary, prepare_index_inputs  # noqa: E402
 from cppmega.ops.pointwise.dsa_indexer_prologue_naive import rotated  # noqa: E402
 from cppmega.runtime.dsa_indexer_prologue import find_rotary  # noqa: E402
@@ -86,7 +87,10 @@ def test_what_is_declined_says_why() -> None:
     q, k, w = tensors(6, 2, 3, 16, torch.float32)
 
     def declined(reason: str, *given: Any, **how: Any) -> None:
-        with pytest.warns(UserWarning, match=f"^dsa_indexer_prologue: .*{reason}"):
+        with (
+            allowing("dsa_indexer_prologue"),
+            pytest.warns(UserWarning, match=f"^dsa_indexer_prologue: .*{reason}"),
+        ):
             assert find_rotary(*given, **{"rotate": None, **how}) is None
 
     turn = angles(6, 8)

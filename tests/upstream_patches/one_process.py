@@ -126,7 +126,7 @@ def by_reference(
     A proof takes `stand_ins.on_gpu` instead, which leaves to the real code what decides on a call.
 
     Args:
-        op: has `takes`, which otherwise declines on a CPU.
+        op: has `obstacle`, and computes only tensors of a GPU.
         function: the name of what it computes a call by.
         reference: the same in torch.
 
@@ -134,7 +134,8 @@ def by_reference(
         what stands for the function, and counts its calls.
     """
     with (
-        mock.patch.object(op, "takes", lambda *_: True),
+        mock.patch.object(importlib.import_module("torch").Tensor, "is_cuda", True),
+        mock.patch.object(op, "obstacle", lambda *_: None),
         mock.patch.object(op, function, mock.Mock(wraps=reference)) as kernel,
     ):
         yield kernel

@@ -6,9 +6,10 @@ What: `unfused_dsa_fn` of every release and `_unfused_absorbed_dsa_fn` (since 0.
     backend tilelang, absorbed attention uses it too, instead of TileLang's kernels; the backend
     cudnn keeps its own. A mask (Megatron builds every mask from booleans, as 0 and -inf) and
     explicit key positions become entries of -1 among the selected keys. A mask with other values
-    uses Megatron's path on the CPU, and fails an assertion on the GPU, where the host does not know
-    its values. A call that the kernels do not support, such as one in fp32, uses the same path as
-    before, with a warning that gives the reason. CPU tensors are computed by the plain reference.
+    is declined on the CPU, and fails an assertion on the GPU, where the host does not know its
+    values. A call that the kernels do not support, such as one in fp32, is declined: it ends the
+    run with the reason, or, with `--allow-fallback dsa_attention_kernels`, takes the same path as
+    before. CPU tensors are computed by the plain reference.
 Why: For the backward pass, Megatron's own paths hold fp32 scores of `[batch, heads, seq, seq]`, or
     fp32 copies of the gathered keys: with NAM56R's 32 heads of 128 and 64, sequence length 4096,
     256 keys and a batch of 4, forward and backward take 214 ms and 60.6 GiB, compared with 1.4 ms
@@ -35,7 +36,6 @@ Numerics: reorders sums; scores, softmax and delta are fp32, and products have o
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -53,18 +53,14 @@ ABSORBED = f"{DSA}:_unfused_absorbed_dsa_fn"
 
 
 def _cppmega_attends(query, key, value, mask=None):
-    """Whether the kernels can do a call; a warning gives the reason why they cannot."""
+    """Whether the kernels compute a call; where the run relies on them, they must."""
+    from cppmega.calls import served
     from cppmega.ops.dsa_attention import obstacle
 
     reason = obstacle(query, key, value) if query.is_cuda else None  # a reference does the CPU's
     if mask is not None and not mask.is_cuda and not ((mask == 0) | mask.isneginf()).all():
         reason = "its mask has other values than 0 and -inf"
-    if reason is not None:
-        warnings.warn(
-            f"dsa_attention_kernels: sparse attention takes Megatron's path, because {reason}",
-            stacklevel=2,
-        )
-    return reason is None
+    return served("dsa_attention_kernels", reason, query=query, key=key, value=value, mask=mask)
 
 
 def _cppmega_seen(indices, sk, mask=None, starts=None, ends=None, positions=None):
@@ -147,7 +143,7 @@ def _reaches(args: Any) -> bool:
 
 
 def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
-    """Reject what the kernels decline, which in training would be a warning and a slow path."""
+    """Reject what the kernels decline, which would end the first step."""
     if not uses_dsa(args) or getattr(args, "dsa_kernel_backend", None) == "cudnn":
         return
     if not (args.bf16 or args.fp16):
@@ -193,7 +189,6 @@ PATCH = Patch(
             },
             edit=inserting(CAUSAL, before="sq, b, np, hn = query.size()"),
             helpers=HELPERS,
-            imports=("import warnings",),
             mark="cppmega_attention",
         ),
         Edit(
@@ -205,7 +200,6 @@ PATCH = Patch(
             },
             edit=inserting(LATENT, after=FITS),
             helpers=HELPERS,
-            imports=("import warnings",),
             mark="cppmega_attention",
         ),
         Edit(
@@ -228,7 +222,6 @@ PATCH = Patch(
             },
             edit=inserting(PER_HEAD, after='value, _ = dsa_layout.ensure_sbhd(value, "value")'),
             helpers=HELPERS,
-            imports=("import warnings",),
             mark="cppmega_attention",
         ),
     ),

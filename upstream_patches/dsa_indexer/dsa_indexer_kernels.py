@@ -6,8 +6,9 @@ What: `DSAttention.forward` takes the selected keys and the indexer loss, dense 
     indexer if that backend is named; the backend cudnn keeps its own. The attention's heads may
     share one set of keys or have their own (0.16 to 0.18). An attention mask other than the causal
     one (packed documents and context parallelism are supported), explicit key positions, fp32, or
-    more than 128 index heads lead to Megatron's path, with a warning that gives the reason. CPU
-    tensors are computed by the plain reference.
+    more than 128 index heads are declined: such a call ends the run with the reason, or, with
+    `--allow-fallback dsa_indexer_kernels`, takes Megatron's path. CPU tensors are computed by the
+    plain reference.
 Why: The default path holds several fp32 tensors of `[batch, heads, seq, seq]`: at sequence length
     4096 (32 index heads of 64, top-k 256) the scores alone take 46.8 ms and 32 GiB for a batch of
     8, compared with 1.6 ms and 0.06 GiB for scores and top-k; a batch of 1 takes 76.2 ms compared
@@ -28,7 +29,6 @@ Numerics: reorders sums; scores are fp32 sums of bf16 products, as TileLang's ar
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from textwrap import indent
 from typing import Any
@@ -44,7 +44,8 @@ SPARSE = 'getattr(self.config, "dsa_indexer_use_sparse_loss", False)'
 
 
 def _cppmega_serves(q, k, mask, key_positions=None):
-    """Whether the indexer's kernels can do a call; a warning gives the reason why they cannot."""
+    """Whether the indexer's kernels compute a call; where the run relies on them, they must."""
+    from cppmega.calls import served
     from cppmega.ops.dsa_indexer import obstacle
 
     reason = obstacle(q, k) if q.is_cuda else None  # a reference computes tensors on the CPU
@@ -52,12 +53,7 @@ def _cppmega_serves(q, k, mask, key_positions=None):
         reason = "its mask is not that of causal rows"
     elif key_positions is not None:
         reason = "the keys have positions of their own"
-    if reason is not None:
-        warnings.warn(
-            f"dsa_indexer_kernels: the DSA indexer takes Megatron's path, because {reason}",
-            stacklevel=2,
-        )
-    return reason is None
+    return served("dsa_indexer_kernels", reason, q=q, k=k, mask=mask)
 
 
 # Since 0.19, every row has bounds.
@@ -155,7 +151,7 @@ q, k, weights = self.indexer.forward_with_scores(
 
 
 def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
-    """Reject what the kernels decline, which in training would be a warning and a slow path."""
+    """Reject what the kernels decline, which would end the first step."""
     if not uses_dsa(args) or getattr(args, "dsa_kernel_backend", None) == "cudnn":
         return
     heads, width = args.dsa_indexer_n_heads or 0, args.dsa_indexer_head_dim or 0
@@ -192,7 +188,6 @@ PATCH = Patch(
                 ),
             ),
             helpers=(_cppmega_serves,),
-            imports=("import warnings",),
             mark="cppmega_indexer",
         ),
         Edit(
@@ -210,7 +205,6 @@ PATCH = Patch(
                 replacing(f"_, topk_indices = {SCORES}", KEYS_ALONE),
             ),
             helpers=(_cppmega_serves,),
-            imports=("import warnings",),
             mark="cppmega_indexer",
         ),
         # 0.16 computes the inputs of the scores where it computes the scores.
@@ -238,7 +232,6 @@ PATCH = Patch(
                 ),
             ),
             helpers=(_cppmega_serves,),
-            imports=("import warnings",),
             mark="cppmega_indexer",
         ),
     ),

@@ -3,10 +3,11 @@
 What: Between its projections and its scores, `DSAIndexer` computes RoPE, the Hadamard transform and
     the scaling of the head weights with `cppmega.ops.pointwise.dsa_indexer_prologue`. The rotated
     columns are determined by calling the indexer's own `_apply_rope`, with or without
-    `dsa_indexer_rope`. Megatron's code runs, with a warning that gives the reason, if it or
-    `rotate_activation` computes something else, and on CUDA if the rotated width is not a power of
-    two. 0.19.2 refuses packed documents that are longer than the table of angles, and so does the
-    patch, on the stream, with about six more small kernels.
+    `dsa_indexer_rope`. A call is declined if it or `rotate_activation` computes something else, and
+    on CUDA if the rotated width is not a power of two: it ends a run that relies on the kernel, or,
+    with `--allow-fallback dsa_indexer_prologue`, is computed by Megatron's code. 0.19.2 refuses
+    packed documents that are longer than the table of angles, and so does the patch, on the stream,
+    with about six more small kernels.
 Why: Forward and backward launch 50 kernels on 0.19.2, and 786 with 16 packed documents, for which
     the host also waits; with the patch they launch 6, and the host does not wait. For rows of 32
     heads of 64 on one H200, the times are 1.6 and 0.50 ms for 4096, 2.7 and 0.98 ms for 4096 x 8,

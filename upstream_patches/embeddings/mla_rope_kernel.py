@@ -1,8 +1,9 @@
 """Compute the rotary embedding of MLA in one kernel forward and one backward.
 
 What: `_apply_rotary_pos_emb_bshd` rotates MLA's queries and keys on a GPU with
-    `cppmega.ops.pointwise.rope`; other attention's, and calls that its kernel does not support
-    (with a warning that gives the reason), by Megatron's code.
+    `cppmega.ops.pointwise.rope`; other attention's, and pairs of neighbouring columns, by
+    Megatron's code. Another call that its kernel does not support ends the run with the reason, or,
+    with `--allow-fallback mla_rope_kernel`, is computed by Megatron's code.
 Why: Megatron's fused RoPE does not know the order of MLA's columns, and DSA refuses it. The unfused
     code launches some ten kernels forward and fifteen backward for the queries and again for the
     keys of every layer, most of which copy the tensor: about 40 of 2,800 ms of kernels in a step of
@@ -19,30 +20,36 @@ from cppmega.catalogue.megatron_args import layer_pattern
 from cppmega.edits import inserting
 from cppmega.page import Edit, Patch, Source
 
+IMPORTS = (
+    "from cppmega.calls import served as _cppmega_served",
+    "from cppmega.ops.pointwise import rope as _cppmega_rope",
+)
 TARGET = "megatron/core/models/common/embeddings/rope_utils.py:_apply_rotary_pos_emb_bshd"
 
 
 def _taking(gathered: str) -> Any:
-    """By the kernel, where it is MLA's and supports the call.
+    """By the kernel, where it is MLA's, which never pairs neighbouring columns unless asked.
 
     Args:
         gathered: the name of the argument by which MLA's even columns come first.
     """
     return inserting(
         f"""
-        if {gathered} and _cppmega_rope.takes(t, freqs, rotary_interleaved, {gathered}):
-            return _cppmega_rope.rotated(t, freqs, rotary_interleaved, {gathered}, mscale)
+        if {gathered} and t.is_cuda and not rotary_interleaved:
+            reason = _cppmega_rope.obstacle(t, freqs, rotary_interleaved, {gathered})
+            if _cppmega_served("mla_rope_kernel", reason, t=t, freqs=freqs):
+                return _cppmega_rope.rotated(t, freqs, rotary_interleaved, {gathered}, mscale)
         """,
         before="rot_dim = freqs.shape[-1]",
     )
 
 
 def rotates(args: Any) -> bool:
-    """Whether the model has MLA whose RoPE Megatron does not fuse."""
+    """Whether the model has MLA whose RoPE Megatron does not fuse, in MLA's order of columns."""
     pattern = layer_pattern(args)
     attends = not pattern or bool(set("+D") & set(pattern))
-    fused = getattr(args, "apply_rope_fusion", False)
-    return bool(getattr(args, "multi_latent_attention", False)) and attends and not fused
+    others = any(getattr(args, name, False) for name in ("apply_rope_fusion", "rotary_interleaved"))
+    return bool(getattr(args, "multi_latent_attention", False)) and attends and not others
 
 
 PATCH = Patch(
@@ -57,13 +64,13 @@ PATCH = Patch(
                 "0.18.2": "b4a5375e37b337db",
             },
             edit=_taking("multi_latent_attention"),
-            imports=("from cppmega.ops.pointwise import rope as _cppmega_rope",),
+            imports=IMPORTS,
         ),
         Edit(
             target=TARGET,
             pins={"0.19.2": "1ca2a403acaf344b"},
             edit=_taking("mla_rotary_interleaved"),
-            imports=("from cppmega.ops.pointwise import rope as _cppmega_rope",),
+            imports=IMPORTS,
         ),
     ),
     reached="forward",
@@ -81,6 +88,7 @@ def verify() -> None:
     import torch
     from megatron.core.models.common.embeddings import rope_utils
 
+    from cppmega.calls import allowing
     from cppmega.ops.pointwise import rope_naive as rope_reference
     from cppmega.proof import stand_ins
 
@@ -124,7 +132,10 @@ def verify() -> None:
         for call in calls:
             wanted = embedded(*call, 0.5)  # on a CPU, by Megatron's code
             assert not launched, "a tensor of the CPU"
-            with stand_ins.on_gpu("pointwise.rope_triton", rotate=rotate):
+            with (
+                stand_ins.on_gpu("pointwise.rope_triton", rotate=rotate),
+                allowing("mla_rope_kernel"),
+            ):
                 found = embedded(*call, 0.5)
             assert launched == ["forward", "backward"] * by_kernel, (call[0].dtype, call[2:])
             launched.clear()

@@ -2,8 +2,9 @@
 
 What: The output layer is a `LinearCrossEntropyModule`, a ColumnParallelLinear with the same
     parameters and checkpoint format, and `_postprocess` computes the loss from the hidden states.
-    Inference, calls without labels, logged logits, a model with its own loss, a bias, gathered
-    logits and deferred weight gradients use Megatron's path; the reason is reported once.
+    Inference, calls without labels and logged logits use Megatron's path. A model with its own
+    loss, a bias, gathered logits or deferred weight gradients ends the run with the reason, unless
+    `--allow-fallback linear_ce_gpt_head` lets it use Megatron's path, too.
 Why: Stock holds the logits `[s, b, V]` and an fp32 copy of them: 36 GiB with V=131072, s=4096 and
     MBS 12. One kernel pass per chunk of tokens needs 2 GiB and is faster
     (benchmarks/results/linear_cross_entropy_h200.md).

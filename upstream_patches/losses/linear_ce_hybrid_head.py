@@ -2,8 +2,9 @@
 
 What: The output layer of `HybridModel` (`MambaModel` before 0.18) is a `LinearCrossEntropyModule`,
     a ColumnParallelLinear with the same parameters and checkpoint format, and `forward` computes
-    the loss from the hidden states. Inference, calls without labels, a model with its own loss, a
-    bias and gathered logits use Megatron's path; the reason is reported once.
+    the loss from the hidden states. Inference and calls without labels use Megatron's path. A model
+    with its own loss, a bias or gathered logits ends the run with the reason, unless
+    `--allow-fallback linear_ce_hybrid_head` lets it use Megatron's path, too.
 Why: Stock holds the logits `[s, b, V]` and an fp32 copy of them: 36 GiB with V=131072, s=4096 and
     MBS 12. One kernel pass per chunk of tokens needs 2 GiB and is faster
     (benchmarks/results/linear_cross_entropy_h200.md).

@@ -3,7 +3,8 @@
 What: `process_mtp_loss` (on 0.16 the loop in `GPTModel`) computes each depth's loss, and on 0.19
     the tokens for its acceptance rate, from the hidden states if the output layer is a
     `LinearCrossEntropyModule`. Masks, logging, scaling and detached heads are unchanged. A model
-    with its own loss, a bias and gathered logits use Megatron's path; the reason is reported once.
+    with its own loss, a bias or gathered logits ends the run with the reason, unless
+    `--allow-fallback mtp_linear_ce` lets it use Megatron's path.
 Why: Each depth holds logits `[s, b, V]` and an fp32 copy of them until its backward pass: a GPT
     model of 2 layers with 2 depths and V=131072 needs 71 GiB more than without them at MBS 8 (one
     H200).

@@ -1,8 +1,9 @@
 """Compute the backward of a router's scores in one kernel.
 
 What: With `--moe-router-dtype fp32`, `RouterGatingLinearFunction` takes its gradients on a GPU from
-    `cppmega.ops.pointwise.router_gating`, or from Megatron's code with a warning that gives the
-    reason. Without it, nothing changes.
+    `cppmega.ops.pointwise.router_gating`. A call that the kernel does not support ends the run with
+    the reason, or, with `--allow-fallback router_gating_backward` and in runs with more than 128
+    experts, is computed by Megatron's code. Without `--moe-router-dtype fp32` nothing changes.
 Why: Megatron casts the hidden states to fp32 in every layer, multiplies them in TF32, and casts the
     gradient back: 24 of 2,800 ms of kernels in a step of NAM56R on two H200, for products of 16
     columns. The kernel takes 5.8.
@@ -20,9 +21,13 @@ from cppmega.page import Edit, Patch, Source
 TARGET = "megatron/core/transformer/moe/moe_utils.py:RouterGatingLinearFunction.backward"
 
 
+MOST_EXPERTS = 128
+
+
 def in_fp32(args: Any) -> bool:
-    """Whether the model's routers compute scores in fp32."""
-    return has_experts(args) and getattr(args, "moe_router_dtype", None) == "fp32"
+    """Whether the model's routers compute scores in fp32, of as many experts as the kernel does."""
+    few = has_experts(args) and args.num_experts <= MOST_EXPERTS
+    return few and getattr(args, "moe_router_dtype", None) == "fp32"
 
 
 PATCH = Patch(
@@ -40,15 +45,21 @@ PATCH = Patch(
             edit=inserting(
                 """
                 # Scores have the type of the hidden states unless another one is asked for.
-                asked = ctx.router_dtype == torch.float32 != inp.dtype
-                if asked and _cppmega_gating.takes(inp, weight, grad_output):
+                asked = inp.is_cuda and ctx.router_dtype == torch.float32 != inp.dtype
+                reason = _cppmega_gating.obstacle(inp, weight, grad_output) if asked else None
+                if asked and _cppmega_served(
+                    "router_gating_backward", reason, inp=inp, weight=weight, given=grad_output
+                ):
                     grad_input, grad_weight = _cppmega_gating.gradients(inp, weight, grad_output)
                     grad_bias = None if bias is None else grad_output.sum(dim=0).to(bias.dtype)
                     return grad_input.view(*inp_shape), grad_weight, grad_bias, None
                 """,
                 after="grad_output = grad_output.view(-1, grad_shape[-1])",
             ),
-            imports=("from cppmega.ops.pointwise import router_gating as _cppmega_gating",),
+            imports=(
+                "from cppmega.calls import served as _cppmega_served",
+                "from cppmega.ops.pointwise import router_gating as _cppmega_gating",
+            ),
         ),
     ),
     reached="backward",
@@ -67,6 +78,7 @@ def verify() -> None:
     import torch
     from megatron.core.transformer.moe import moe_utils
 
+    from cppmega.calls import allowing
     from cppmega.ops.pointwise import router_gating_naive as router_gating_reference
     from cppmega.proof import stand_ins
 
@@ -103,6 +115,7 @@ def verify() -> None:
             # Up to 0.16, its name is missing where Transformer Engine is.
             with (
                 mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
+                allowing("router_gating_backward"),
                 warnings.catch_warnings(record=True) as said,
             ):
                 warnings.simplefilter("always")

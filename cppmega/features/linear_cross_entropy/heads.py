@@ -1,8 +1,8 @@
 """Select between `LinearCrossEntropyModule` and stock's path for the loss of Megatron's heads.
 
 The patches of the GPT and hybrid heads and of the MTP loss call these functions, and only in runs
-with `--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear`. If such a run cannot use the
-fused path, the reason is logged once, and Megatron's own path is used.
+with `--cross-entropy-loss-fusion --cross-entropy-fusion-impl linear`. A call that cannot use the
+fused path is declined: it ends the run, or, if that was allowed, Megatron's own path computes it.
 
 The three-GEMM form (see `cppmega.ops.linear_cross_entropy`) is used if the loss mask is known:
 Megatron's loss functions multiply the loss by the mask that they also pass to `forward`, and by one
@@ -24,6 +24,7 @@ import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from torch import Tensor
 
+from cppmega.calls import served
 from cppmega.errors import CppmegaError
 from cppmega.features.linear_cross_entropy.module import LinearCrossEntropyModule
 from cppmega.host import env
@@ -174,12 +175,14 @@ def find_head(
         caller: the patch.
         rolled_mask: the mask from which the masks of the calls are rolled. Rolling only drops
             tokens, so its number of tokens is an upper bound for them.
+
+    Raises:
+        CallDeclinedError: `call-declined`, unless Megatron's path is allowed.
     """
     obstacle = _obstacle(
         layer, weight, runtime_gather_output, compute_language_model_loss, scale_logits
     )
-    if obstacle:
-        say_once(f"{caller}: the logits are computed, because {obstacle}")
+    if not served(caller, obstacle, weight=getattr(layer, "weight", None)):
         return None
     scales = scale_logits is not None and layer.config.use_mup
     scale = float(layer.config.mup_output_mult) if scales else 1.0

@@ -1,4 +1,4 @@
-"""Whether one of cppmega's kernels computes a call, or other code does."""
+"""What kernels over rows of tokens require of the machine and of their tensors."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import functools
 import importlib.util
 import os
 import sys
-import warnings
 
 import torch
-from torch import Tensor
 
 from cppmega.ops.common.device import gpu_obstacle
 
@@ -29,22 +27,10 @@ def debugging() -> bool:
     return os.environ.get("TRITON_DEBUG", "").lower() in ("1", "true", "on", "yes", "y")
 
 
-def taken(what: str, tensor: Tensor, obstacle: str | None) -> bool:
-    """Whether a kernel computes a call of Megatron's: on a GPU, if no obstacle is warned of.
-
-    Args:
-        what: the kernel, in the plural or with an article.
-        tensor: one that it reads.
-        obstacle: why it does not support the call, as half a sentence; None if it does.
-    """
-    if not tensor.is_cuda:
-        return False
-    if importlib.util.find_spec("triton") is None:
-        obstacle = "triton is not installed"
-    if obstacle is not None:
-        # From the function of Megatron that asked, so that it is shown once for each.
-        warnings.warn(f"cppmega does not use {what}: {obstacle}", stacklevel=3)
-    return obstacle is None
+@functools.cache
+def has_triton() -> bool:
+    """Whether triton is installed; it may never be imported."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def kernel_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -54,7 +40,7 @@ def kernel_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     """
     if dtype not in TYPES:
         return f"the values are {dtype}"
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return "triton is not installed"
     import triton
 

@@ -11,14 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cppmega.ops.common.dispatch import taken
+from cppmega.ops.common.dispatch import has_triton
 from cppmega.ops.common.once_differentiable import once_differentiable
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def obstacle(t: Tensor, angles: Tensor, adjacent: bool, gathered: bool) -> str | None:
-    """Why the kernel does not support a call, as half a sentence; None if it does."""
+    """Why the kernel does not support a call on a GPU, as a clause; None if it does."""
+    if not has_triton():
+        return "triton is not installed"
     if t.dtype not in TYPES or angles.dtype != torch.float32:
         return f"a tensor of {t.dtype} is rotated by angles of {angles.dtype}"
     if t.dim() != 4 or angles.shape != (t.size(0), 1, 1, angles.size(-1)):
@@ -28,11 +30,6 @@ def obstacle(t: Tensor, angles: Tensor, adjacent: bool, gathered: bool) -> str |
     if adjacent and gathered:
         return "columns are gathered and then paired as neighbours"
     return None
-
-
-def takes(t: Tensor, angles: Tensor, adjacent: bool, gathered: bool) -> bool:
-    """Whether `rotated` supports a call on a GPU; warns with the reason if it does not."""
-    return taken("its rotary embedding", t, obstacle(t, angles, adjacent, gathered))
 
 
 def rotated(

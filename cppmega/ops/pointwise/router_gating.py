@@ -10,14 +10,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cppmega.ops.common.dispatch import taken
+from cppmega.ops.common.dispatch import has_triton
 
 MOST_EXPERTS = 128
 """The largest number of experts whose sums, for some columns, a program holds in registers."""
 
 
 def obstacle(inp: Tensor, weight: Tensor, given: Tensor) -> str | None:
-    """Why the kernel does not support a call, as half a sentence; None if it does."""
+    """Why the kernel does not support a call on a GPU, as a clause; None if it does."""
+    if not has_triton():
+        return "triton is not installed"
     if inp.dtype not in (torch.bfloat16, torch.float16) or given.dtype != torch.float32:
         return f"scores of {inp.dtype} have gradients of {given.dtype}"
     if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -25,11 +27,6 @@ def obstacle(inp: Tensor, weight: Tensor, given: Tensor) -> str | None:
     if weight.size(0) > MOST_EXPERTS:
         return f"there are more than {MOST_EXPERTS} experts"
     return None
-
-
-def takes(inp: Tensor, weight: Tensor, given: Tensor) -> bool:
-    """Whether `gradients` supports a call on a GPU; warns with the reason if it does not."""
-    return taken("its backward of routers", inp, obstacle(inp, weight, given))
 
 
 def gradients(inp: Tensor, weight: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,6 @@
-"""Every `CPPMEGA_*` variable that is set is known, and none is left over from another run.
+"""Every `CPPMEGA_*` variable that is set is known, as is every page whose calls may be declined.
+
+No variable is left over from another run.
 
 The environment is not that of a rank.
 """
@@ -7,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from cppmega import calls
 from cppmega.catalogue import decisions, gates
 from cppmega.errors import CppmegaError
 from cppmega.host import env, process
 from cppmega.preflight.context import Context
-from cppmega.preflight.findings import refuse
+from cppmega.preflight.findings import Remark, refuse
 
 AFTER: tuple[str, ...] = ("one_root",)
 
@@ -22,11 +25,15 @@ def check(context: Context) -> str:
     Raises:
         CppmegaError: `unknown-variable` (with the decision about a switch of the earlier
             overlay), `variable-without-gate`, `leftover-variable` (also a rank's or torchrun's
-            own), `bad-gate-value`.
+            own), `bad-gate-value`, `unknown-page`.
     """
+    calls.check_allowed(context.session.pages, context.fallbacks)
     refuse(_wrong_variables(context))
     set_ = sorted(name for name in context.environ if name.startswith(env.PREFIX))
-    return ", ".join(f"{name}={context.environ[name]}" for name in set_) or "none is set"
+    text = ", ".join(f"{name}={context.environ[name]}" for name in set_) or "none is set"
+    if context.fallbacks:
+        return Remark(f"{text}; declined calls are allowed: {', '.join(context.fallbacks)}")
+    return text
 
 
 def _wrong_variables(context: Context) -> Iterator[CppmegaError]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 
 import pytest
 import torch
@@ -33,7 +32,6 @@ def test_what_the_kernel_does_not_support_is_said() -> None:
     pytest.importorskip("triton")
     t, angles = torch.zeros(4, 2, 3, 8), torch.zeros(4, 1, 1, 8)
     assert rope.obstacle(t, angles, False, True) is None
-    assert not rope.takes(t, angles, False, True), "there is no GPU"
     for given, by, adjacent in (
         (t.double(), angles, False),
         (t, angles.double(), False),
@@ -45,18 +43,6 @@ def test_what_the_kernel_does_not_support_is_said() -> None:
         (t, angles, True),
     ):
         assert rope.obstacle(given, by, adjacent, True)
-
-
-def test_an_obstacle_on_a_gpu_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    with pytest.warns(UserWarning, match=r"not use its rotary embedding: a tensor"):
-        assert not rope.takes(
-            torch.zeros(4, 2, 3, 8).double(), torch.zeros(4, 1, 1, 8), False, True
-        )
-    pytest.importorskip("triton")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert rope.takes(torch.zeros(4, 2, 3, 8), torch.zeros(4, 1, 1, 8), False, True)
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from megatron.core.transformer.experimental_attention_variant import dsa
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+from cppmega.calls import allowing
 from cppmega.proof import cpu_shims
 from cppmega.proof.small_models import Norm, Projection
 
@@ -106,7 +107,9 @@ def run(sparse=False, coefficient=0.5, train=True, mask=None, packed=None, recom
     name = "_run_sparse_attention" if NEW else "unfused_dsa_fn"
     attended = mock.patch.object(dsa, name, seen)
     on_kernels = by_kernels() if kernels else nullcontext()
-    with attended, on_kernels as target, warnings.catch_warnings(record=True) as said:
+    allowed = allowing("dsa_attention_kernels", "dsa_indexer_kernels")
+    heard = warnings.catch_warnings(record=True)
+    with attended, allowed, on_kernels as target, heard as said:
         warnings.simplefilter("always")
         if recompute:
             out = random.checkpoint(forward, False, query, key, value)

@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 
+from cppmega.calls import allowing
 from cppmega.rank import reached_marks
 
 tilelang = mock.MagicMock(jit=lambda function=None, **_: function or tilelang.jit, __path__=[])
@@ -99,12 +100,12 @@ q, kv, indices = inputs(128)
 declined += [((q.float(), kv.float(), indices), 64)]
 q, kv, indices = inputs(128)
 declined += [((q.half(), kv.half(), indices), 64), (inputs(128, topk=50), 64)]
-with warnings.catch_warnings(record=True) as said:
+with allowing("dsa_sparse_mla_widths"), warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     answers = {"declined": [hook(*given, 0.1, width) is None for given, width in declined]}
 answers["said"] = [str(warning.message).partition("because ")[2] for warning in said]
 torch.use_deterministic_algorithms(True)
-with warnings.catch_warnings(record=True) as said:
+with allowing("dsa_sparse_mla_widths"), warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     new = (128, 64), (192, 128)
     answers["deterministic"] = [hook(*inputs(a), 0.1, b) is None for a, b in new]

@@ -15,12 +15,14 @@ from unittest import mock
 import pytest
 import torch
 
+from cppmega import calls
 from cppmega.catalogue import loader as catalogue
 from cppmega.errors import CppmegaError
 from cppmega.ops import linear_cross_entropy as op
 from cppmega.proof import cpu_shims
 from cppmega.smoke.checkpoint import keep_saves_here
 
+HEADS = ("linear_ce_gpt_head", "linear_ce_hybrid_head")
 OFF = {"cross_entropy_loss_fusion": False, "cross_entropy_fusion_impl": "native"}
 proof: Any = importlib.import_module(
     f"{catalogue.package_of(catalogue.builtin_folder() / 'losses')}._linear_ce.proof"
@@ -186,12 +188,15 @@ def check_other_paths(ranks: int) -> None:
         model.compute_language_model_loss = lambda labels, logits, seen=seen: (
             seen.append(logits.shape) or logits.sum(-1)
         )
-        model(**given)
+        with pytest.raises(calls.CallDeclinedError, match="the model has its own loss"):
+            model(**given)
+        with calls.allowing(*HEADS), pytest.warns(UserWarning, match="has its own loss"):
+            model(**given)
         assert seen == [(S, B, V // ranks)]
         del model.compute_language_model_loss
         # What a layer says that it cannot do keeps Megatron's path, which says so.
         model.output_layer.loss_obstacle = lambda *_: "of a test"
-        with warnings.catch_warnings(record=True) as said:
+        with calls.allowing(*HEADS), warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             loss = model(**given)
         assert torch.equal(loss, expected)
@@ -254,18 +259,18 @@ def check_masked_tokens_left_out(ranks: int) -> None:
 
 
 def check_distillation(ranks: int) -> None:
-    """Cached-logits distillation hooks the output layer: it gets logits, and a reason is logged."""
+    """Cached-logits distillation hooks the output layer, and gets logits where that is allowed."""
     from megatron.training.distillation import StudentLogitsCapture
 
     model = GPT(tensor_model_parallel_size=ranks)
     capture = StudentLogitsCapture()
     capture.attach_hooks(model)
-    with spoken() as said, warnings.catch_warnings():
+    with pytest.raises(calls.CallDeclinedError, match=r"_capture_logits of distillation"):
+        model(**proof.arguments(model))
+    with calls.allowing(*HEADS), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the loss without fusion
         model(**proof.arguments(model))
     assert capture.pop().shape == (S, B, V // ranks)
-    if torch.distributed.get_rank() == ranks - 1:
-        assert any("StudentLogitsCapture._capture_logits of distillation" in each for each in said)
 
 
 @contextlib.contextmanager
