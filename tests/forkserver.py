@@ -14,12 +14,15 @@ when they start. Tests of those run `sys.executable`.
 
 from __future__ import annotations
 
+import _imp
 import ast
 import atexit
 import contextlib
 import fcntl
 import gc
+import hashlib
 import importlib
+import marshal
 import os
 import pickle
 import runpy
@@ -35,6 +38,7 @@ import types
 import warnings
 from collections.abc import Iterator
 from functools import cache
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +143,7 @@ def serve(listener: int, folder: str) -> None:
     )
     if not interprets:
         learn()
+    share_code(Path(os.environ["TESTS_SCRATCH"], "__pycache__"))
     gc.freeze()
     gc.set_threshold(COLLECT_AFTER, 5, 20)
     huge_pages.gather()
@@ -167,6 +172,32 @@ def learn() -> None:
     os.waitpid(child, 0)
     compiled.adopt(pages)
     code_text.remember(facts)
+
+
+def share_code(kept: Path) -> None:
+    """Let all forks of a session compile the same text once, whatever its file.
+
+    Each copy of a tree is a few hundred files, which take two seconds to compile and differ from
+    those of other copies in a few. Pages and recipes may write to a folder of this name.
+    """
+    kept.mkdir(exist_ok=True)
+    compiles = SourceFileLoader.source_to_code
+
+    def source_to_code(self: SourceFileLoader, data: Any, path: str, **how: Any) -> Any:
+        if how:
+            return compiles(self, data, path, **how)
+        file = kept / hashlib.sha256(data).hexdigest()
+        try:
+            code = marshal.loads(file.read_bytes())
+        except FileNotFoundError:
+            code = compiles(self, data, path)
+            part = file.with_suffix(f".{os.getpid()}")
+            part.write_bytes(marshal.dumps(code))
+            part.rename(file)
+        _imp._fix_co_filename(code, path)
+        return code
+
+    SourceFileLoader.source_to_code = source_to_code
 
 
 class Server:

@@ -62,6 +62,20 @@ def test_a_file_handed_on_keeps_its_number(which: str) -> None:
     assert done.returncode == 0
 
 
+def test_the_same_text_in_another_folder(tmp_path: Path) -> None:
+    """It is compiled once; its code names the file that was imported, and follows an edit."""
+    code = "import module; print(module.__file__, module.f.__code__.co_filename, module.f())"
+    for name, number in (("a", 1), ("b", 1), ("b", 2)):
+        file = tmp_path / name / "module.py"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"def f():\n    return {number}\n")
+        env = {"PYTHONPATH": str(file.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+        done = subprocess.run(
+            [forkserver.executable(), "-c", code], env=env, capture_output=True, text=True
+        )
+        assert done.stdout == f"{file} {file} {number}\n", done.stderr
+
+
 @either
 def test_a_sitecustomize_is_run(which: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("print('customized', flush=True)")
