@@ -28,6 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks import RESULTS
 from benchmarks.harness import results
+from cppmega.host import durable
 from cppmega.overlay import verbs as overlay
 from cppmega.overlay.receipt import load
 from tests.configurations import law, settings
@@ -79,26 +80,14 @@ def drawn(count: int, seed: int) -> list[Configuration]:
 
 def _begun(file: Path, version: str, digest: str) -> dict[str, Any]:
     """The result so far, if it is of the same code; otherwise an empty one."""
-    fresh = {
-        "megatron-core": version,
-        "overlay": digest,
-        "axes": AXES,
-        "legal": settings.count(),
-        "rows": [],
-    }
-    if file.exists():
-        kept: dict[str, Any] = json.loads(file.read_text())
-        if all(kept[key] == fresh[key] for key in ("megatron-core", "overlay", "legal")):
-            return kept
-    return fresh
+    fresh = {"megatron-core": version, "overlay": digest, "axes": AXES, "legal": settings.count()}
+    kept: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    same = all(kept.get(key) == fresh[key] for key in ("megatron-core", "overlay", "legal"))
+    return kept if same else {**fresh, "rows": []}
 
 
 def run(
-    chosen: Iterable[Configuration],
-    stock: Path,
-    root: Path,
-    result: dict[str, Any],
-    file: Path,
+    chosen: Iterable[Configuration], stock: Path, root: Path, result: dict[str, Any], file: Path
 ) -> None:
     """Run what is missing, and write the file after each configuration."""
     done = {tuple(row["configuration"].values()) for row in result["rows"]}
@@ -115,9 +104,7 @@ def run(
             result["rows"].append(row_of(setting, records, findings))
             result["date"] = date.today().isoformat()
             file.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = file.with_suffix(".new")
-            unfinished.write_text(_text(result))
-            unfinished.replace(file)
+            durable.replace(file, _text(result).encode())
             for finding in findings:
                 if finding.kind in law.REGRESSIONS:
                     shown.console.print(f"{setting.name}: {finding}", markup=False)
@@ -179,22 +166,16 @@ def table(result: dict[str, Any]) -> str:
             text = detail.rpartition(": ")[2] if kind == "excused" else f"{stage}: {detail[:160]}"
             groups.setdefault(f"{kind}: {text}", []).append((_named(row), stage))
     names = {what: {name for name, _ in where} for what, where in sorted(groups.items())}
+    axes = (f"{name} {'/'.join(map(str, of))}" for name, of in result["axes"].items())
+    cell = lambda text: " ".join(text.split()).replace("|", "\\|")  # noqa: E731
     return results.page(
         _summary(result),
-        "Settings: " + "; ".join(_axis(*axis) for axis in result["axes"].items()) + ".",
+        f"Settings: {'; '.join(axes)}.",
         results.table(
             ["what", "configurations", "example"],
-            ([_cell(what), len(each), min(each, key=len)] for what, each in names.items()),
+            ([cell(what), len(each), min(each, key=len)] for what, each in names.items()),
         ),
     )
-
-
-def _axis(name: str, values: Iterable[Any]) -> str:
-    return f"{name} " + "/".join(map(str, values))
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
 
 
 if __name__ == "__main__":

@@ -50,18 +50,9 @@ Tensors = Sequence[torch.Tensor]
 Call = Callable[[], Any]
 
 
-class _Alone:
-    @staticmethod
-    def size() -> int:
-        return 1
-
-    @staticmethod
-    def rank() -> int:
-        return 0
-
-
-class _Groups:
-    tp = cp = _Alone()
+_ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+"""A process group of one."""
+_GROUPS = SimpleNamespace(**dict.fromkeys(("tp", "cp"), _ALONE))
 
 
 class Megatron:
@@ -86,7 +77,7 @@ class Megatron:
             mask = torch.full((size, size), -torch.inf, device="cuda").triu_(1)
             key = key.expand(-1, -1, query.size(2), -1)
             found: torch.Tensor = self.dsa.FusedDSAIndexerLoss.apply(
-                q, w, k, query, key, scale, topk, 1.0, mask, sparse, _Groups, None, None, None,
+                q, w, k, query, key, scale, topk, 1.0, mask, sparse, _GROUPS, None, None, None,
                 None, False, True,
             )[1]  # fmt: skip
             return found
@@ -100,7 +91,7 @@ class Megatron:
             q, k, w, query, key = tensors
             found = self.tilelang.fused_qk_topk_lighting_with_streaming_sparse_kl(
                 q, k, w, topk, *self.bounds(q.size(0)).values(), 8192, query, key, scale, 1.0,
-                _Groups,
+                _GROUPS,
             )  # fmt: skip
             assert found is not None, "declined"
             loss: torch.Tensor = found[1]
@@ -111,7 +102,7 @@ class Megatron:
     def prologue(self, rotary: Rotary) -> Callable[..., Tensors]:
         """Unfused rotary embedding, and the Hadamard transform that our page puts in."""
         self.dsa.hadamard_transform = walsh_hadamard
-        layer = SimpleNamespace(qk_pos_emb_head_dim=rotary.angles.size(-1), pg_collection=_Groups)
+        layer = SimpleNamespace(qk_pos_emb_head_dim=rotary.angles.size(-1), pg_collection=_GROUPS)
         layer.config = SimpleNamespace(apply_rope_fusion=False, rotary_interleaved=False)
         layer.config.dsa_indexer_rope_interleaved = rotary.gathered
         documents = None if rotary.documents is None else rotary.documents[0]

@@ -49,8 +49,7 @@ CASES = {
 TOLERANCE = 2e-2
 """Relative L2 distance of two ways in bf16; others round the weights to bf16 as well."""
 
-NAMES = (*checks.NAMES[:9],)
-
+NAMES = checks.NAMES[:9]
 queued = partial(gpu.median, queued=True)
 
 PUBLISHED = {
@@ -61,8 +60,6 @@ PUBLISHED = {
 }
 """Forward and backward of upstream's fused kernels by its own account, on Blackwell; its `weights`
 is the projection alone."""
-
-
 ITERATIONS = 20
 
 
@@ -83,19 +80,16 @@ class Inputs(NamedTuple):
 
 
 class Way(NamedTuple):
-    """A site.
-
-    Attributes:
-        call: the streams after it and its aggregate, from its own leaves.
-        leaves: its own inputs from ours.
-        turned: streams, or their gradient, in our layout.
-        parameters: gradients of our five parameters from those of its own.
-    """
+    """A site."""
 
     call: Callable[..., tuple[Tensor, Tensor]]
+    """The streams after it and its aggregate, from its own leaves."""
     leaves: Callable[[Inputs], tuple[Tensor, ...]] = tuple
+    """Its own inputs from ours."""
     turned: Callable[[Tensor], Tensor] = lambda x: x
+    """Streams, or their gradient, in our layout."""
     parameters: Callable[[list[Tensor]], list[Tensor]] = lambda found: found
+    """Gradients of our five parameters from those of its own."""
 
 
 def ours_by(call: checks.Call) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -229,19 +223,16 @@ def bandwidth() -> float:
     return 2 * source.numel() / queued(lambda: target.copy_(source))
 
 
-def unit(shape: Shape) -> int:
-    s, b, _, c = shape
-    return s * b * c * 2
-
-
-def units(n: int) -> dict[str, tuple[int, int]]:
-    """Streams that each op has to read and write, forward and backward."""
-    return {
+def traffic(shape: Shape) -> dict[str, list[int]]:
+    """Bytes that each op has to read and write in bf16, forward and backward."""
+    s, b, n, c = shape
+    streams = {
         "weights": (n, 2 * n),
         "aggregate": (n + 1, 2 * n + 1),
         "update": (2 * n + 1, 3 * n + 2),
         "site": (4 * n + 2, 6 * n + 3),
     }
+    return {op: [many * s * b * c * 2 for many in both] for op, both in streams.items()}
 
 
 def large(shape: Shape) -> tuple[Inputs, Tensor]:
@@ -331,7 +322,7 @@ def measure_ops(shape: Shape, speed: float) -> dict[str, list[float]]:
         )
         forward = queued(call)
         times = [forward, queued(backward)]
-        least = [x * unit(shape) / speed for x in units(shape.n).get(name, ())]
+        least = [size / speed for size in traffic(shape).get(name, ())]
         found[name] = times + [a / b for a, b in zip(least, times, strict=False)]
     return found
 
@@ -380,11 +371,6 @@ def page(report: dict[str, Any]) -> str:
     )
 
 
-def in_order(found: dict[str, Any]) -> dict[str, Any]:
-    """Results by shape, in the order of the shapes rather than in that of their measurement."""
-    return {name: found[name] for name in CASES if name in found}
-
-
 @click.command(help=__doc__)
 @results.folder_option("--dev", "a checkout of Megatron's branch dev")
 @results.out_option()
@@ -399,14 +385,16 @@ def main(dev: Path | None, out: Path, only: tuple[str, ...]) -> None:
     sites, ops = earlier.get("sites", {}), earlier.get("ops", {})
 
     def save() -> None:
-        whole = report | {"sites": in_order(sites), "ops": in_order(ops)}
+        both = {"sites": sites, "ops": ops}
+        in_order = {what: {x: of[x] for x in CASES if x in of} for what, of in both.items()}
+        whole = report | in_order
         results.write(out, name, whole, page(whole))
 
     for number, (case, shape) in enumerate(CASES.items()):
         if only and not case.startswith(only):
             continue
         print(case, flush=True)
-        sites[case] = {"least": sum(units(shape.n)["site"]) * unit(shape) / speed}
+        sites[case] = {"least": sum(traffic(shape)["site"]) / speed}
         ops[case] = measure_ops(shape, speed)
         ways = own_ways() | (others(shape, dev) if number == 0 else {})
         measure(shape, ways, sites[case], save)

@@ -72,11 +72,8 @@ def compared(
 ) -> dict[str, Any]:
     """What differs between two trees that have built a model, and loaded the other's weights.
 
-    Args:
-        ours: shapes, checkpoint, loss and gradients from the tree's own weights.
-        theirs: the same of the other tree.
-        ours_loaded: loss and gradients from the other tree's weights.
-        theirs_loaded: the same of the other tree, from ours.
+    Of each: shapes, checkpoint, loss and gradients from its own weights, and the last two again
+    from the other's.
     """
     pairs = ((ours, theirs_loaded), (theirs, ours_loaded))
     return {

@@ -16,6 +16,7 @@ import importlib
 import math
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,50 +115,37 @@ class Watch:
             weights = [p for n, p in module.named_parameters(recurse=False) if "weight" in n]
             weights = [weight for weight in weights if weight.dim() > 1]
             if isinstance(module, TransformerEngineBaseModule) and weights:
-                self.seen[name] = {
-                    "weights": quantized(weights[0]),
-                    "context": [],
-                    "forward": [0, 0],
-                    "backward": [0, 0],
-                }
-                module.register_forward_pre_hook(self._before(name))
-                module.register_forward_hook(self._after(name))
+                stored = {"weights": quantized(weights[0]), "context": []}
+                self.seen[name] = {**stored, "forward": [0, 0], "backward": [0, 0]}
+                module.register_forward_pre_hook(partial(self._before, name))
+                module.register_forward_hook(partial(self._after, name))
 
-    def _before(self, name: str) -> Callable[..., None]:
-        def hook(*ignored: Any) -> None:
-            self.current = (name, "forward")
+    def _before(self, name: str, *_: Any) -> None:
+        self.current = (name, "forward")
 
-        return hook
-
-    def _after(self, name: str) -> Callable[..., None]:
+    def _after(self, name: str, module: Any, inputs: Any, output: Any) -> None:
         def enter_backward(grad: Any) -> None:
             self.current = (name, "backward")
 
-        def hook(module: Any, inputs: Any, output: Any) -> None:
-            self.current = None
-            self.seen[name]["context"].append(bool(module.fp8))
-            out = output[0] if isinstance(output, tuple) else output
-            if out.requires_grad:
-                out.register_hook(enter_backward)  # runs just before the layer's own backward
-
-        return hook
+        self.current = None
+        self.seen[name]["context"].append(bool(module.fp8))
+        out = output[0] if isinstance(output, tuple) else output
+        if out.requires_grad:
+            out.register_hook(enter_backward)  # runs just before the layer's own backward
 
     def gemms(self) -> None:
         """Count the GEMMs of Transformer Engine's layers, by what their operands are."""
         for name in ("linear", "layernorm_linear", "grouped_linear"):
             module = importlib.import_module(f"transformer_engine.pytorch.module.{name}")
             for function in [n for n in vars(module) if n.startswith("general_") and "gemm" in n]:
-                setattr(module, function, self._counted(getattr(module, function)))
+                setattr(module, function, partial(self._counted, getattr(module, function)))
 
-    def _counted(self, gemm: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*operands: Any, **options: Any) -> Any:
-            if self.current is not None:
-                layer, phase = self.current
-                fp8 = any(quantized(operand) for operand in operands[:2])
-                self.seen[layer][phase][0 if fp8 else 1] += 1
-            return gemm(*operands, **options)
-
-        return counted
+    def _counted(self, gemm: Callable[..., Any], *operands: Any, **options: Any) -> Any:
+        if self.current is not None:
+            layer, phase = self.current
+            fp8 = any(quantized(operand) for operand in operands[:2])
+            self.seen[layer][phase][0 if fp8 else 1] += 1
+        return gemm(*operands, **options)
 
 
 def measure(watch: Watch, **given: Any) -> dict[str, Any]:

@@ -49,7 +49,8 @@ class Places(NamedTuple):
     site: Path
     work: Path
     out: Path
-    data: Path | None
+    data: Any
+    """A prefix, or None where `--data` may be left out."""
 
     def create(self) -> None:
         """Create the folders that are written to."""

@@ -114,11 +114,7 @@ class Bench:
         return [json.loads(line) for line in lines]
 
     def wait(
-        self,
-        name: str,
-        process: subprocess.Popen[bytes],
-        until: int | None = None,
-        after: int = 0,
+        self, name: str, process: subprocess.Popen[bytes], until: int | None = None, after: int = 0
     ) -> None:
         """Wait for a run's end, or until it has logged a step.
 

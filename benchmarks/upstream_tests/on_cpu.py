@@ -51,15 +51,12 @@ class OnTheCpu(TorchFunctionMode):
 
 def _cpu(device: Any) -> Any:
     """Replace a GPU, under any of its names, with the CPU; return anything else unchanged."""
-    if isinstance(device, bool) or device is None:
-        return device
-    if isinstance(device, int):
-        return torch.device("cpu")
-    if isinstance(device, str) and device.startswith("cuda"):
-        return torch.device("cpu")
-    if isinstance(device, torch.device) and device.type == "cuda":
-        return torch.device("cpu")
-    return device
+    is_gpu = (
+        (isinstance(device, int) and not isinstance(device, bool))
+        or (isinstance(device, str) and device.startswith("cuda"))
+        or (isinstance(device, torch.device) and device.type == "cuda")
+    )
+    return torch.device("cpu") if is_gpu else device
 
 
 class Stream:
@@ -77,13 +74,10 @@ class Stream:
     def __exit__(self, *_: object) -> None:
         """Leave the stream."""
 
-    def wait_stream(self, stream: Any) -> None:
+    def wait(self, *_: Any, **__: Any) -> None:
         """Everything is done already."""
 
-    wait_event = record = wait = wait_stream
-
-    def synchronize(self) -> None:
-        """Everything is done already."""
+    wait_stream = wait_event = record = synchronize = wait
 
     def record_event(self, event: Any = None) -> Stream:
         return Stream()
@@ -98,14 +92,6 @@ class Stream:
 def install() -> None:
     """Install the stand-ins, before anything of Megatron is imported, which copies names."""
     os.environ["TORCH_COMPILE_DISABLE"] = "1"
-    _devices()
-    _streams()
-    _random_state()
-    _groups()
-    OnTheCpu().__enter__()
-
-
-def _devices() -> None:
     _replace(
         torch.cuda,
         is_available=lambda: True,
@@ -123,22 +109,16 @@ def _devices() -> None:
         is_current_stream_capturing=lambda: False,
         device=Stream,
         _lazy_call=lambda call, **_: call(),
-    )
-    _replace(torch.cuda.nvtx, range_push=_nothing, range_pop=_nothing)
-
-
-def _streams() -> None:
-    _replace(
-        torch.cuda,
-        Stream=Stream,
-        Event=Stream,
-        ExternalStream=Stream,
-        current_stream=Stream,
-        default_stream=Stream,
+        **dict.fromkeys(("Stream", "Event", "ExternalStream"), Stream),
+        **dict.fromkeys(("current_stream", "default_stream"), Stream),
         set_stream=_nothing,
         stream=lambda stream: contextlib.nullcontext(),
     )
+    _replace(torch.cuda.nvtx, range_push=_nothing, range_pop=_nothing)
     torch.Tensor.record_stream = _nothing  # type: ignore[assignment, method-assign]
+    _random_state()
+    _groups()
+    OnTheCpu().__enter__()
 
 
 def _random_state() -> None:

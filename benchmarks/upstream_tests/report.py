@@ -68,11 +68,7 @@ class Difference:
 
 
 def differences(rounds: Sequence[tuple[Outcomes, Outcomes]]) -> list[Difference]:
-    """Tests that differ in the first round, with their outcomes in later rounds.
-
-    Args:
-        rounds: (stock, patched) of the same tests, once or more.
-    """
+    """Tests that differ in the first round of (stock, patched), with their later outcomes."""
     stock, patched = rounds[0]
     found = []
     for test in sorted({*stock, *patched}):
@@ -133,13 +129,7 @@ def summary(
     rounds: Mapping[str, Sequence[tuple[Outcomes, Outcomes]]],
     left_out: Sequence[str],
 ) -> dict[str, Any]:
-    """The content of the result file.
-
-    Args:
-        facts: versions, date, device.
-        rounds: by file.
-        left_out: files for which there was no time.
-    """
+    """The content of the result file, from the rounds of each file."""
     stock, patched = (
         {test: how for parts in rounds.values() for test, how in parts[0][side].items()}
         for side in (0, 1)
@@ -154,7 +144,11 @@ def summary(
         **_sorted_out(found),
         "no_longer_seen": [asdict(entry) for entry in no_longer_seen(found, stock, patched)],
         "other_reasons": other_reasons(stock, patched),
-        "cut_short": sorted(file for file, parts in rounds.items() if _cut_short(parts[0])),
+        "cut_short": sorted(
+            file
+            for file, parts in rounds.items()
+            if any(how == NOT_RUN for side in parts[0] for how, _ in side.values())
+        ),
         "files": {
             file: {"stock": counts(parts[0][0]), "patched": counts(parts[0][1])}
             for file, parts in sorted(rounds.items())
@@ -172,11 +166,6 @@ def _sorted_out(found: Iterable[Difference]) -> dict[str, list[dict[str, Any]]]:
         else:
             kinds["flaky" if one.flaky else "differences"].append(asdict(one))
     return kinds
-
-
-def _read(entry: Mapping[str, Any]) -> Difference:
-    given = {name: entry[name] for name in Difference.__slots__}
-    return Difference(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
 
 
 _KINDS = ("differences", "flaky", "meant")
@@ -200,25 +189,29 @@ def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
             "run everything again, without --onto",
         )
     both = (old, new)
+    entries = (one for result in both for kind in _KINDS for one in result[kind])
+    known = (
+        Difference(
+            one["test"],
+            tuple(one["stock"]),
+            tuple(one["patched"]),
+            *(one["stock_reason"], one["patched_reason"]),
+        )
+        for one in entries
+    )
     files = {**old["files"], **new["files"]}
     return {
         **new,
         "minutes": round(sum(result.get("minutes", 0) for result in both), 1),
         "counts": {
-            side: dict(
-                sorted(sum((Counter(file[side]) for file in files.values()), Counter()).items())
-            )
+            side: dict(sorted(sum((Counter(x[side]) for x in files.values()), Counter()).items()))
             for side in ("stock", "patched")
         },
         "passed_on_both": sum(result["passed_on_both"] for result in both),
-        **_sorted_out(_read(one) for result in both for kind in _KINDS for one in result[kind]),
+        **_sorted_out(known),
         **{name: [entry for result in both for entry in result[name]] for name in _LISTS},
         "files": dict(sorted(files.items())),
     }
-
-
-def _cut_short(both: tuple[Outcomes, Outcomes]) -> bool:
-    return any(how == NOT_RUN for side in both for how, _ in side.values())
 
 
 def fine(result: Mapping[str, Any]) -> bool:

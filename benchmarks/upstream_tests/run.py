@@ -261,12 +261,7 @@ def main(
 
 
 def compare(
-    tests: Path,
-    site: Path,
-    device: str,
-    scratch: Path,
-    given: Mapping[str, Any],
-    begun: float,
+    tests: Path, site: Path, device: str, scratch: Path, given: Mapping[str, Any], begun: float
 ) -> dict[str, Any]:
     """Run everything on both sides; the content of the result file.
 

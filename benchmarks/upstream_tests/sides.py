@@ -78,12 +78,9 @@ def patched(
     """Copy a pristine tree and let the engine apply pages to it, as a user would.
 
     Args:
-        pages: their names; empty for all of them.
-        gated: also those that a variable turns on; pages that are named are turned on anyway.
+        pages: their names; empty for all of them. Those that a variable turns on are included if
+            they are named, or if all `gated` ones are wanted.
         catalogues: folders with more pages.
-
-    Raises:
-        CppmegaError: `not-applied`, with what the engine said.
     """
     sides.copy(site, root)
     loaded = catalogue.load(catalogues)

@@ -123,10 +123,16 @@ def run(order: dict[str, Any], job: dict[str, Any], forks: bool) -> dict[str, An
     child = os.fork()
     if child == 0:
         process.end_with_parent(number=signal.SIGKILL)
-        _redirect(Path(job["log"]))
+        target = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        for source, number in ((os.open(os.devnull, os.O_RDONLY), 0), (target, 1), (target, 2)):
+            os.dup2(source, number)
         if forks:
             here(order, job)
-        _start_anew({**order, "job": job})
+        reader, writer = os.pipe()  # become a fresh interpreter that runs this one job
+        os.write(writer, json.dumps({**order, "job": job}).encode() + b"\n")
+        os.close(writer)
+        os.dup2(reader, 0)
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     ended = _wait(child, job)
     process.end_children()
     return {"ended": ended, "seconds": time.monotonic() - begun}
@@ -147,22 +153,6 @@ def _wait(child: int, job: dict[str, Any]) -> str:
         if time.time() - report.stat().st_mtime > job["test_seconds"]:  # the last word of a test
             return "test limit"
         time.sleep(_PERIOD)
-
-
-def _redirect(log: Path) -> None:
-    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, number in ((nothing, 0), (target, 1), (target, 2)):
-        os.dup2(source, number)
-
-
-def _start_anew(order: dict[str, Any]) -> None:
-    """Become a fresh interpreter that runs this one job."""
-    reader, writer = os.pipe()
-    os.write(writer, json.dumps(order).encode() + b"\n")
-    os.close(writer)
-    os.dup2(reader, 0)
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def here(order: dict[str, Any], job: dict[str, Any]) -> None:
