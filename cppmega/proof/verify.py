@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from cppmega.overlay.verbs import Session
 from cppmega.overlay.verdict import DONE, NEEDED, Proof, Verdict
 from cppmega.page import Page
 from cppmega.proof import hash_seeds, proof_file, proof_process
-from cppmega.proof.messages import SIDES, PageOrder, ProofRun, Side
+from cppmega.proof.messages import SIDES, PageOrder, ProofRun, Side, TextOrder
 from cppmega.proof.needs import missing_needs, uses_gpu
 from cppmega.proof.scratch_tree import build
 
@@ -91,6 +91,9 @@ def verify(
     on_stock = [page for page in retired if not missing[page.name]]
     runs: dict[str, dict[str, ProofRun]] = {page.name: {} for page in [*pages, *retired]}
     texts: list[hash_seeds.Texts] = []
+    edited = {edit.path for page in pages for edit in plan.edits[page.name]}
+    compared = replace(plan, work={p: w for p, w in plan.work.items() if p in edited})
+    ordered = hash_seeds.order(compared)
     applied = all(plan.verdicts[page.name].state in DONE for page in runnable)
     with tempfile.TemporaryDirectory(prefix="cppmega-verify-") as scratch:
         for side in SIDES:
@@ -102,11 +105,12 @@ def verify(
             if side != "patched" or not applied:
                 root = Path(scratch) / side
                 build(plan, root, side)
-            for name, run in _run(root, side, plan, chosen, session.say, texts):
+            for name, run in _run(root, side, plan, chosen, session.say, ordered, texts):
                 runs[name][side] = run
     if not runnable:  # the texts are compared even if no proof runs
-        list(_worker(plan.tree.root, "stock", plan, [], session.say, {}, texts=texts))
-    unsteady = set(hash_seeds.differing(plan, texts))
+        answers = _worker(plan.tree.root, "stock", plan, [], session.say, {}, True, ordered, texts)
+        assert not list(answers)
+    unsteady = set(hash_seeds.differing(compared, texts))
     proved = [
         _judge(plan, page, missing[page.name], runs[page.name], page.name in unsteady)
         for page in pages
@@ -173,12 +177,13 @@ def _run(
     plan: Plan,
     pages: Sequence[Page],
     say: Callable[[str], None],
+    ordered: TextOrder | None = None,
     texts: list[hash_seeds.Texts] | None = None,
 ) -> Iterator[tuple[str, ProofRun]]:
     """Prove on one side: all CPU pages in one worker, each GPU page in a worker of its own."""
     on_gpu = [page for page in pages if uses_gpu(page)]
     on_cpu = [page for page in pages if page not in on_gpu]
-    yield from _worker(root, side, plan, on_cpu, say, _ON_CPU, texts=texts)
+    yield from _worker(root, side, plan, on_cpu, say, _ON_CPU, True, ordered, texts)
     for page in on_gpu:
         yield from _worker(root, side, plan, [page], say, {}, forks=False)
 
@@ -191,10 +196,11 @@ def _worker(
     say: Callable[[str], None],
     environment: Mapping[str, str],
     forks: bool = True,
+    ordered: TextOrder | None = None,
     texts: list[hash_seeds.Texts] | None = None,
 ) -> Iterator[tuple[str, ProofRun]]:
     """Prove some pages in one process."""
-    if not pages and texts is None:
+    if not pages and ordered is None:
         return
     runs = proof_process.answers(
         str(root),
@@ -203,7 +209,7 @@ def _worker(
         # Every side iterates over its sets in another order; the texts show what depends on it.
         {**environment, "PYTHONHASHSEED": str(1 + SIDES.index(side))},
         forks=forks,
-        ordered=hash_seeds.order(plan) if texts is not None else None,
+        ordered=ordered,
         texts=texts,
     )
     for name, run in runs:
