@@ -47,6 +47,20 @@ _verbose = click.option(
     is_flag=True,
     help="Also compare every kernel with its reference on this GPU (minutes).",
 )
+@click.option(
+    "--unknown-arguments",
+    type=click.Choice(("refuse", "allow")),
+    default="refuse",
+    show_default=True,
+    help="Refuse what Megatron's parser does not know, or list it and leave it to the script.",
+)
+@click.option(
+    "--arguments-from",
+    multiple=True,
+    metavar="MODULE[:FUNCTION]",
+    help="Import what the script imports before Megatron's parser is built. FUNCTION(parser) adds "
+    "arguments, as an extra_args_provider does; FUNCTION() returns such a function. Repeatable.",
+)
 @_verbose
 @click.option("--nnodes", "nodes", type=int, default=1, show_default=True, help="Number of hosts.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -58,6 +72,8 @@ def preflight(
     changes: Sequence[str],
     accept: Sequence[str],
     deep: bool,
+    unknown_arguments: str,
+    arguments_from: Sequence[str],
     verbose: bool,
     nodes: int,
     arguments: Sequence[str],
@@ -68,7 +84,8 @@ def preflight(
     RECIPE is a shipped name or a path. It is followed by the arguments of the launch: the trainer's
     own options (--data, --save ...) or Megatron's arguments; after `--` all are Megatron's. Without
     a recipe they are a complete command line for the installed Megatron's parser: `cppmega
-    preflight -- --num-layers 2 ...`.
+    preflight -- --num-layers 2 ...`. Where a script adds arguments of its own, --arguments-from or
+    --unknown-arguments allow lets them pass.
     The exit status is 0 only if every check holds.
     """
     from cppmega.cli import findings as cli_findings
@@ -83,6 +100,11 @@ def preflight(
         recipe = None
     chosen = recipes_index.load(recipe) if recipe is not None else None
     if chosen is not None:
+        if arguments_from or unknown_arguments == "allow":
+            raise click.UsageError(
+                "--arguments-from and --unknown-arguments are for a script's command line; a "
+                "recipe's trainer adds no arguments"
+            )
         chosen = recipes_index.with_text(chosen, changes)
         options, further = trainer_options.read(arguments)
         options = replace(options, accept=(*accept, *options.accept))
@@ -98,6 +120,8 @@ def preflight(
         options=options,
         arguments=(*further, *after_dashes()),
         nodes=nodes,
+        allows_unknown=unknown_arguments == "allow",
+        arguments_from=tuple(arguments_from),
         deep=deep,
     )
     found = _examined("preflight", context, patches)

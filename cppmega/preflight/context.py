@@ -62,6 +62,11 @@ class Context:
     """Hosts over which the recipe's GPUs are spread."""
     folder: Path | None = None
     """Where the run will write, if it is known: a launcher's run folder."""
+    allows_unknown: bool = False
+    """Whether arguments that Megatron's parser does not know are left to the script. A recipe has
+    none."""
+    arguments_from: tuple[str, ...] = ()
+    """What the script imports to add arguments: `MODULE`, `MODULE:FUNCTION`."""
     deep: bool = False
     """Also compare every kernel with its reference: minutes instead of seconds."""
 
@@ -81,6 +86,11 @@ class Context:
     def fallbacks(self) -> tuple[str, ...]:
         """The pages whose declined calls Megatron's own code may compute in this launch."""
         return calls.allowed(self.environ, self.options.allow_fallback)
+
+    @property
+    def adds_arguments(self) -> bool:
+        """Whether the line is of a script that may have arguments and defaults of its own."""
+        return self.recipe is None and (self.allows_unknown or bool(self.arguments_from))
 
     @property
     def is_loop(self) -> bool:
@@ -154,6 +164,7 @@ class Context:
             accepted=self.accepted,
             argv=line.argv if line is not None else None,
             world=line.world if line is not None else None,
+            arguments_from=self.arguments_from,
         )
         environ = {**(line.environment if line is not None else {}), **self.environ}
         allocator.set_in(environ)  # as cppmega.run does: Megatron's validation reads it

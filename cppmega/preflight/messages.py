@@ -48,6 +48,8 @@ class RankOrder(Order, frozen=True, kw_only=True):
     """Arguments for Megatron's parser; None: nothing is parsed."""
     world: int | None = None
     """Number of ranks; None: the fewest that the line's parallel sizes allow."""
+    arguments_from: tuple[str, ...] = ()
+    """Modules that are imported before Megatron's parser is built: `MODULE`, `MODULE:FUNCTION`."""
 
 
 class ParsedLine(Struct, frozen=True, kw_only=True):
@@ -55,12 +57,16 @@ class ParsedLine(Struct, frozen=True, kw_only=True):
 
     refused: str = ""
     """Why the parser refuses it."""
-    near: Mapping[str, str] = {}
-    """Unknown flag -> the nearest known one, or an empty word."""
+    unknown: Mapping[str, str] = {}
+    """Words that the parser does not know -> the nearest argument that it has, or an empty word."""
     args: Mapping[str, Any] = {}
     """Name -> value, before validation; empty where the parser refuses the line."""
+    added: tuple[str, ...] = ()
+    """Names in args that are not Megatron's own."""
     invalid: str = ""
     """Why Megatron's validation refuses it."""
+    unset: tuple[str, ...] = ()
+    """Arguments whose absence is the reason: neither the line nor a default gives them a value."""
 
 
 class RankAnswer(Struct, frozen=True, kw_only=True):

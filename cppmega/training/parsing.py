@@ -9,13 +9,21 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from cppmega.errors import CppmegaError
+
 
 def parsed(parse: Callable[[], Any]) -> tuple[Any, str]:
-    """The arguments that a parser reads from `sys.argv`, or the reason why it refuses them."""
+    """The arguments that a parser reads from `sys.argv`, or the reason why it refuses them.
+
+    Raises:
+        CppmegaError: what `parse` raises.
+    """
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
             return parse(), ""
+    except CppmegaError:  # of what adds arguments
+        raise
     except SystemExit:
         return None, printed.getvalue().strip().rpartition("\n")[2] or "it ends the process"
     except Exception as error:  # a conversion of the parser's own, such as a table of words

@@ -17,6 +17,7 @@ from cppmega.preflight.findings import Finding
 from cppmega.preflight.messages import Device, ParsedLine, RankAnswer
 from cppmega.recipe import Recipe
 from cppmega.recipe import index as recipes_index
+from cppmega.recipe.run_options import RunOptions
 from cppmega.training import options as trainer_options
 from tests.support import patched
 
@@ -36,11 +37,8 @@ def launch(recipe: Recipe | None = None, *words: str, **more: Any) -> Context:
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("CPPMEGA_", "PYTHONPATH"))}
     more["environ"] = environ | more.get("environ", {})
     more.setdefault("training_machine", False)
-    options, further = trainer_options.read(words)
-    options = more.pop("options", options)
-    return Context(
-        recipe=recipe, options=options, arguments=words if recipe is None else further, **more
-    )
+    options, further = trainer_options.read(words) if recipe is not None else (RunOptions(), words)
+    return Context(recipe=recipe, options=more.pop("options", options), arguments=further, **more)
 
 
 def on(*found: Device, recipe: Any = SLICE, words: tuple[str, ...] = (), **more: Any) -> Context:

@@ -169,6 +169,7 @@ def test_a_whole_line_without_a_vocabulary(tmp_path: Path, monkeypatch: pytest.M
     refuses("line_data", "data-list-broken", naming(data_args_path="gone"))
     says_nothing("line_data", naming(mock_data=True))
     says_nothing("line_data", naming(data_path=["one"], sft=True))
+    says_nothing("line_data", naming(data_path=["gone"], dataloader_type="external"))
     says_nothing("line_data", on(None, "--mock-data"))
 
 

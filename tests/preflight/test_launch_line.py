@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -29,6 +32,9 @@ MLA = (
     *("--multi-latent-attention", "--experimental-attention-variant", "dsa"),
     *("--kv-lora-rank", "512", "--qk-pos-emb-head-dim", "64"),
 )
+SCRIPTS = ("--rollout-size", "4", "--gpus=-1")
+ADDS = "tests.preflight.script_arguments:add"
+MORE = tuple(word for word in RAW if word not in ("--micro-batch-size", "1"))
 OVERLAP = "--overlap-moe-expert-parallel-comm"
 LOCAL = ("--cuda-graph-impl", "local")
 PADDED = ("--moe-expert-capacity-factor", "2", "--moe-pad-expert-input-to-capacity")
@@ -55,7 +61,9 @@ WHOLE = [
 BAD_VALUES = {
     "words of a table": ("--attention-backend nonsense", "--attention-backend: KeyError"),
     "words after the parser": ("--cuda-graph-impl local --cuda-graph-modules nonsense", "nonsense"),
-    "help": ("--help", "asks for help"),
+    "help": ("--help", "The line asks for help."),
+    "a list for a number": ("--train-iters 4 5", "no such argument: 5"),
+    "another's file": ("--yaml-cfg nowhere", "nowhere"),
     "text for a number": ("--hidden-size wide", "invalid int value"),
     "a fraction for a number": ("--num-layers 1.5", "invalid int value"),
     "nothing for a number": ("--num-layers ", "invalid int value"),
@@ -75,6 +83,8 @@ class Case(NamedTuple):
 
     recipe: Recipe | None
     words: tuple[str, ...]
+    more: Mapping[str, Any] = MappingProxyType({})
+    """Other fields of the context."""
 
 
 CASES = {
@@ -119,6 +129,14 @@ CASES = {
     "fp8 heads": Case(None, (*RAW, *BF16, "--fp8-format", "hybrid")),
     "fp8 recipe": Case(SLICE.with_(precision="fp8"), (MOCK,)),
     "only evaluates": Case(None, (*RAW, *BF16, "--train-iters", "0")),
+    "profiled": Case(None, (*RAW, *BF16, "--profile", "--profile-step-start", "2")),
+    "of a script": Case(None, (*RAW, *BF16, *SCRIPTS)),
+    "of any script": Case(None, (*RAW, *BF16, *SCRIPTS), {"allows_unknown": True}),
+    "of this script": Case(None, (*RAW, *BF16, *SCRIPTS), {"arguments_from": (ADDS,)}),
+    "of a script that sets more": Case(None, (*MORE, *BF16)),
+    "of any script without data": Case(None, (*RAW, "--bf16"), {"allows_unknown": True}),
+    "of any script that sets more": Case(None, (*MORE, *BF16), {"allows_unknown": True}),
+    "of a checkpoint": Case(None, (*RAW[2:], *BF16, "--use-checkpoint-args", "--load", "there")),
     **{name: Case(recipes_index.load(name), (MOCK,)) for name in WHOLE},
     **{name: Case(None, (*RAW, *BF16, *word.split(" "))) for name, (word, _) in BAD_VALUES.items()},
 }
@@ -134,30 +152,45 @@ transformer_config.is_te_min_version = lambda *a, **k: True
 transformer_config._validate_dsa_kernel_backend_dependencies = lambda *a: None
 te_stand_ins.kernels_of_experts()
 from cppmega.host import allocator
-from cppmega.preflight.workers.rank import parse
+from cppmega.preflight.messages import RankOrder
+from cppmega.preflight.workers.line import parse
 with contextlib.redirect_stdout(sys.stderr):
     found = {}
-    for name, (argv, world, environment) in json.loads(os.environ["CASES"]).items():
+    for name, (argv, world, environment, added) in json.loads(os.environ["CASES"]).items():
         os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
         os.environ.update(environment)
         allocator.set_in(os.environ)
-        found[name] = msgspec.to_builtins(parse(argv, world))
+        order = RankOrder(root="", expected="", argv=argv, world=world, arguments_from=added)
+        found[name] = msgspec.to_builtins(parse(order))
 print("ANSWER" + json.dumps(found))
 """
 
 
 def context(name: str) -> Context:
-    recipe, words = CASES[name]
-    gates = dict(recipe.wanted_gates) if recipe is not None else {}
-    return launch(recipe, *words, root=patched("0.19.2"), environ=gates)
+    return of_tree(CASES[name], patched("0.19.2"))
+
+
+def of_tree(case: Case, root: Path) -> Context:
+    """A launch that shares its plan, which takes a second, with others of the same gates."""
+    gates = dict(case.recipe.wanted_gates) if case.recipe is not None else {}
+    asked = launch(case.recipe, *case.words, root=root, environ=gates, **case.more)
+    shared = PLANNED.setdefault((root, *sorted(gates.items())), asked)
+    asked.__dict__["session"], asked.__dict__["plan"] = shared.session, shared.plan
+    return asked
+
+
+PLANNED: dict[tuple[object, ...], Context] = {}
 
 
 @pytest.fixture(scope="module")
 def parsed() -> dict[str, ParsedLine]:
     """What the parser of 0.19.2 makes of each line, all in one process."""
     lines = {name: context(name).launch_line for name in CASES}
-    order = {name: [line.argv, line.world, line.environment] for name, line in lines.items()}
-    order["connections"] = [*order["tensor parallel"][:2], {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}]
+    order = {
+        name: [line.argv, line.world, line.environment, CASES[name].more.get("arguments_from", ())]
+        for name, line in lines.items()
+    }
+    order["connections"] = [*order["tensor parallel"][:2], {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, ()]
     done = python(patched("0.19.2"), PARSE, env={"CASES": json.dumps(order)})
     assert "ANSWER" in done.stdout, done.stderr[-3000:]
     found = json.loads(done.stdout.partition("ANSWER")[2])
@@ -180,9 +213,10 @@ pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
 
 def test_lines_that_the_parser_takes(line: Any) -> None:
-    for name in ("slice", "raw", "v3.2", "graphs", "fp8 recipe", "tensor parallel"):
+    names = ("slice", "raw", "v3.2", "graphs", "fp8 recipe", "tensor parallel", "only evaluates")
+    for name in (*names, "profiled", "of a checkpoint"):
         holds("line_parses", line(name))
-    holds("line_parses", line("only evaluates"))
+        assert holds("unknown_arguments", line(name)).endswith("knows every argument")
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -194,16 +228,42 @@ def test_no_recipe_of_the_whole_model_is_refused(line: Any, name: str) -> None:
 
 
 def test_a_line_that_it_refuses_with_the_nearest_name(line: Any) -> None:
-    found = refuses("line_parses", "argument-refused", line("unknown"))
-    assert "did you mean --log-params-norm?" in found.what
+    found = refuses("unknown_arguments", "argument-refused", line("unknown"))
+    assert "did you mean --log-params-norm?" in found.what and "plus()" in found.next
     assert "most" in refuses("line_parses", "argument-refused", line("bad value")).what
 
 
 @pytest.mark.parametrize("name", BAD_VALUES)
 def test_a_bad_value_is_a_finding(line: Any, name: str) -> None:
-    (found,) = preflight.answers("line_parses", line(name))
+    answers = [
+        answer
+        for check in ("unknown_arguments", "line_parses")
+        for answer in preflight.answers(check, line(name))
+    ]
+    (found,) = (answer for answer in answers if answer.state == "failed")
     assert found.name in ("argument-refused", "arguments-invalid"), found
     assert BAD_VALUES[name][1] in found.what
+
+
+def test_arguments_that_a_script_adds(line: Any) -> None:
+    found = refuses("unknown_arguments", "argument-refused", line("of a script"))
+    assert "--rollout-size 4" in found.what and "--gpus=-1" in found.what
+    assert "--arguments-from" in found.next and "--unknown-arguments allow" in found.next
+    (left,) = preflight.answers("unknown_arguments", line("of any script"))
+    assert left.is_remark and "--rollout-size 4" in left.what and "--gpus=-1" in left.what
+    assert "2 from the script" in holds("unknown_arguments", line("of this script"))
+    for name in ("of a script", "of any script", "of this script"):
+        holds("line_parses", line(name))
+    says_nothing("unknown_arguments", line("text for a number"))
+
+
+def test_values_that_a_script_sets_later(line: Any) -> None:
+    found = refuses("line_parses", "arguments-invalid", line("of a script that sets more"))
+    assert found.next.startswith("add --micro-batch-size;")
+    (left,) = preflight.answers("line_parses", line("of any script that sets more"))
+    assert left.is_remark and "ends at --micro-batch-size" in left.what
+    (left,) = preflight.answers("mock_data", line("of any script without data"))
+    assert left.is_remark and "no data" in left.what
 
 
 def test_values_that_megatron_would_refuse_in_every_rank(
@@ -254,8 +314,7 @@ def test_what_our_trainer_does_not_do(line: Any) -> None:
 
 def unpatched(line: Any, name: str) -> Context:
     """A launch on a Megatron without the pages of DSA."""
-    recipe, words = CASES[name]
-    asked = launch(recipe, *words, root=patched("0.19.2", "dataset_helpers_prebuilt"))
+    asked = of_tree(CASES[name], patched("0.19.2", "dataset_helpers_prebuilt"))
     asked.__dict__["process"] = line(name).process
     return asked
 

@@ -17,7 +17,14 @@ ORDER: tuple[str, ...] = (
     # a process like a rank
     *("imported_process", "live_proofs"),
     # the launch line, by the installed version's own parser
-    *("line_parses", "ineffective_arguments", "nan_checks", "precision", "mock_data"),
+    *(
+        "unknown_arguments",
+        "line_parses",
+        "ineffective_arguments",
+        "nan_checks",
+        "precision",
+        "mock_data",
+    ),
     "line_data",
     *("trainer_limits", "dsa_backend", "cuda_graphs", "expert_overlap", "fp8_heads", "checkpoint"),
     *("mhc_kernels", "page_limits"),

@@ -87,7 +87,8 @@ def _is_number(word: str) -> bool:
 
 def _is_indexed(name: str, args: Mapping[str, Any]) -> bool:
     """Whether it names an indexed dataset: not object storage, not another kind of dataset."""
-    if "://" in name or any(args.get(switch) for switch in _NO_INDEX):
+    external = args.get("dataloader_type") == "external"
+    if "://" in name or external or any(args.get(switch) for switch in _NO_INDEX):
         return False
     return corpus.with_suffix(Path(name), ".idx").exists() or not Path(name).exists()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cppmega.errors import CppmegaError
 from cppmega.preflight.context import Context
-from cppmega.preflight.findings import refuse
+from cppmega.preflight.findings import Remark, refuse
 from cppmega.recipe import field_types
 
 _MAY_BE_0 = ("train_iters",)
@@ -16,35 +16,58 @@ def check(context: Context) -> str:
     """Read the answer of the process that imported the parser.
 
     Raises:
-        CppmegaError: `argument-refused` with the nearest name, `arguments-invalid`.
+        CppmegaError: `argument-refused`, `arguments-invalid`.
         NotApplicable: nothing that Megatron parses is launched.
     """
     parsed, version = context.parsed_line, context.session.read_tree().version
-    if parsed.refused:
-        near = [f"{flag} (did you mean {other}?)" for flag, other in parsed.near.items() if other]
+    line = context.launch_line
+    if line.has("-h", "--help"):
         raise CppmegaError(
             "argument-refused",
-            f"megatron-core {version} refuses the line: {parsed.refused.rstrip('.')}."
-            + (f" Unknown: {', '.join(near)}." if near else ""),
-            "It has no such argument or value.",
+            "The line asks for help.",
+            "Megatron prints its arguments, or fails to, in place of a run.",
+            "leave --help out; cppmega preflight --help is about this command",
+        )
+    if parsed.refused:
+        raise CppmegaError(
+            "argument-refused",
+            f"megatron-core {version} refuses the line: {parsed.refused.rstrip('.')}.",
+            "It has no such value.",
             "correct the words after --, or what a recipe adds with plus()",
+        )
+    if parsed.args.get("use_checkpoint_args"):
+        return Remark("not validated: --use-checkpoint-args takes arguments from the checkpoint")
+    correct = "correct the words after --"
+    unset = ", ".join(f"--{name.replace('_', '-')}" for name in parsed.unset)
+    if context.recipe is not None:
+        correct = f"--set FIELD=VALUE, or {correct}"
+    elif unset and context.adds_arguments:
+        return Remark(
+            f"the validation of megatron-core {version} ends at {unset}: the script has to set it, "
+            "since neither the line nor a default does; the rest is not validated"
+        )
+    elif unset:
+        correct = (
+            f"add {unset}; if the script sets it, add its value, or --unknown-arguments allow "
+            "before the --"
         )
     if parsed.invalid:
         raise CppmegaError(
             "arguments-invalid",
             f"megatron-core {version} refuses the values of the line: {parsed.invalid}",
             "Every rank would end with that error after it was started.",
-            "--set FIELD=VALUE, or correct the words after --",
+            correct,
         )
     refuse(
         CppmegaError(
             "arguments-invalid",
             f"megatron-core {version} accepts --{name.replace('_', '-')} {value}: {problem}",
             "No run has that value: every rank would end with an error, or learn nothing.",
-            "--set FIELD=VALUE, or correct the words after --",
+            correct,
         )
         for name, value in parsed.args.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and name not in _MAY_BE_0
+        if isinstance(value, int | float) and not isinstance(value, bool)
+        if name not in (*_MAY_BE_0, *parsed.added)
         if (problem := field_types.number_problem(name, value))
     )
-    return f"{len(context.launch_line.argv)} words"
+    return f"{len(line.argv)} words"

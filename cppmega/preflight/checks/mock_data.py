@@ -27,6 +27,11 @@ def check(context: Context) -> str:
     if args.mock_data:
         return Remark("MOCK DATA, as --mock-data asks: its speed and its losses mean nothing")
     if not any(getattr(args, name, None) for name in _SOURCES):
+        if context.adds_arguments:
+            return Remark(
+                "the line names no data that Megatron reads: unless the script has its own, "
+                "Megatron makes up tokens"
+            )
         raise CppmegaError(
             "mock-data-unmarked",
             "The line names neither data nor --mock-data.",

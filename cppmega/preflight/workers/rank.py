@@ -6,22 +6,16 @@ gives the launch line to the installed version's own parser.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import importlib
-import io
-import os
-import sys
 import traceback
-from collections.abc import Callable, Sequence
-from enum import Enum
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from cppmega.errors import CppmegaError, closest
+from cppmega.errors import CppmegaError
 from cppmega.preflight.ask import serve
-from cppmega.preflight.messages import ParsedLine, Problem, RankAnswer, RankOrder
+from cppmega.preflight.messages import Problem, RankAnswer, RankOrder
+from cppmega.preflight.workers import line as launch_line
 
 if TYPE_CHECKING:
     from cppmega.overlay.receipt import Receipt
@@ -38,10 +32,13 @@ def inspect(order: RankOrder) -> RankAnswer:
         problems, imported = _imported(order)
     except CppmegaError as error:
         return RankAnswer(problems=[Problem.from_error(error)])
+    line = None
+    try:
+        line = launch_line.parse(order) if order.argv is not None else None
+    except CppmegaError as error:
+        problems.append(error)
     return RankAnswer(
-        problems=[Problem.from_error(problem) for problem in problems],
-        imported=imported,
-        line=parse(order.argv, order.world) if order.argv is not None else None,
+        problems=[Problem.from_error(problem) for problem in problems], imported=imported, line=line
     )
 
 
@@ -114,72 +111,6 @@ def _refuse_waiting(targets: list[str]) -> None:
             "The runtime patch waits for an import that does not happen.",
             "cppmega status; the page's target names a module that Python finds elsewhere",
         )
-
-
-def parse(argv: Sequence[str], world: int | None) -> ParsedLine:
-    """Run a line through the installed parser and its validation."""
-    from cppmega.training import parsing
-
-    try:
-        from megatron.training import arguments
-    except ImportError as error:
-        return ParsedLine(refused=f"there is no parser: {error}")
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(world or 1))
-    if {"-h", "--help"} & {*argv}:
-        return ParsedLine(refused="it asks for help, which is printed in place of a run")
-    sys.argv = ["train", *argv]
-    args, reason = parsing.parsed(arguments.parse_args)
-    if reason:
-        return ParsedLine(refused=reason, near=_near(arguments, argv))
-    plain = {name: _plain(value) for name, value in vars(args).items()}
-    if world is None:
-        model = [getattr(args, f"{n}_model_parallel_size", 1) for n in ("tensor", "pipeline")]
-        args.world_size = model[0] * model[1] * args.context_parallel_size
-    return ParsedLine(args=plain, invalid=_invalid(arguments, args))
-
-
-def _near(arguments: Any, argv: Sequence[str]) -> dict[str, str]:
-    """Flags unknown to the parser, each with the nearest known one."""
-    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    known = [flag for action in parser._actions for flag in action.option_strings]
-    given = [word.partition("=")[0] for word in argv if word.startswith("--")]
-    found = {}
-    for flag in dict.fromkeys(given):
-        if flag not in known:
-            found[flag] = next(iter(closest(flag, known)), "")
-    return found
-
-
-def _invalid(arguments: Any, args: Any) -> str:
-    """Why Megatron's own validation would stop the run; empty where it would not."""
-    import torch
-
-    if not torch.cuda.is_available():  # the validation asks which GPU it is
-        torch.cuda.get_device_capability = lambda *_: (9, 0)
-        nine: Any = SimpleNamespace(major=9, minor=0)
-        torch.cuda.get_device_properties = lambda *_: nine
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            arguments.validate_args(args)
-            if "transformer_engine" in sys.modules:  # the config asks for its version
-                arguments.core_transformer_config_from_args(args)
-    except (AssertionError, ValueError, NotImplementedError) as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        return str(error).strip() or f"it requires `{frame.line}`"
-    except (ArithmeticError, LookupError, TypeError, OSError) as error:  # of a value
-        return f"{type(error).__name__}: {error}"
-    except (Exception, SystemExit) as error:
-        # Not a refusal: validation needed something that only a rank has.
-        print(f"validate_args: {type(error).__name__}: {error}", file=sys.stderr)
-    return ""
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return value.name
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, int | float | str | None) else str(value)
 
 
 if __name__ == "__main__":
