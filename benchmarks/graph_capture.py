@@ -11,6 +11,7 @@ Writes graph_capture_h200.json and .md.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 import click
 
-from benchmarks.harness import results, trees
+from benchmarks.harness import results, runs, trees
 
 REAL, PADDED = [0, 3, 8, 20, 27], [0, 4, 12, 24, 32]
 VOCABULARY, HIDDEN, DEPTHS = 512, 64, 2
@@ -140,8 +141,8 @@ def loss() -> str:
     return "captured; replays equal eager, forward and backward"
 
 
-def attempt() -> dict[str, Any]:
-    """The outcome on one side of the attempt that the environment names.
+def attempt(name: str) -> None:
+    """Print the outcome of one attempt as JSON.
 
     A failing capture leaves its context unusable, so each comes in a process alone.
     """
@@ -149,14 +150,14 @@ def attempt() -> dict[str, Any]:
 
     from cppmega.rank import reached_marks
 
-    name = os.environ["ATTEMPT"]
     try:
         found = {"roll": roll, "loss": loss}[name]()
     except Exception as error:
         said = str(error).strip().partition("\n")[0]
         found = f"failed: {type(error).__name__}: {said}"[:160]
     reached = sorted(reached_marks.reached())
-    return {name: found, "reached": reached, "torch": torch.__version__}
+    print(json.dumps({name: found, "reached": reached, "torch": torch.__version__}), flush=True)
+    os._exit(0)  # a broken CUDA context may hang at exit
 
 
 def page(result: dict[str, Any]) -> str:
@@ -177,15 +178,18 @@ def page(result: dict[str, Any]) -> str:
 
 
 @click.command(help=__doc__)
-@trees.with_worker(attempt)
+@results.folder_option("--megatron", "a pristine megatron/", required=True)
+@results.out_option()
 def main(megatron: Path, out: Path) -> None:
     rows: dict[str, dict[str, Any]] = {"stock": {}, "patched": {}}
     with trees.stock_and_patched(megatron) as (roots, overlay):
         for side, name in itertools.product(rows, ("roll", "loss")):
-            variables = {"MASTER_PORT": "29511", "ATTEMPT": name}
-            module = "benchmarks.graph_capture"
-            found, errors = trees.answer(module, roots[side], 240, **variables)
-            rows[side] |= found or {name: errors[-300:]}
+            code = f"from benchmarks import graph_capture as g\ng.attempt({name!r})"
+            log = roots[side] / f"{name}.log"
+            try:
+                rows[side] |= runs.said(roots[side], code, {}, log, timeout=240)
+            except click.ClickException as error:
+                rows[side][name] = error.message[-300:]
     result = {**results.facts("torch"), **overlay, "rows": rows}
     results.write(out, "graph_capture_h200", result, page(result))
 

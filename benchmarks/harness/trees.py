@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import click
-
 from benchmarks import REPOSITORY
-from benchmarks.harness import results
 from cppmega.overlay import verbs
 from cppmega.page import PURPOSES
 from cppmega.rank import imported
@@ -106,45 +102,3 @@ def stock_and_patched(
         for root in roots.values():
             copy(megatron, root)
         yield roots, patch(roots["patched"], only, environment)
-
-
-def with_worker(worker: Callable[[], Any]) -> Callable[[Any], Any]:
-    """`--megatron` and `--out` of a command whose trees are each run by a process: see `answer`.
-
-    Args:
-        worker: what such a process does; it returns what is printed as JSON.
-    """
-
-    def decorated(command: Any) -> Any:
-        @functools.wraps(command)
-        def started(megatron: Path | None, out: Path, tree: Path | None) -> None:
-            if tree is not None:
-                imported.only_from(tree)
-                print(json.dumps(worker()), flush=True)
-                os._exit(0)  # NCCL's threads, or a broken CUDA context, might hang at exit
-            if megatron is None:
-                raise click.UsageError("Missing option '--megatron'.")
-            command(megatron, out)
-
-        for option in (
-            click.option("--worker", "tree", type=results.FOLDER, hidden=True),
-            results.out_option(),
-            results.folder_option("--megatron", "a pristine megatron/"),
-        ):
-            started = option(started)
-        return started
-
-    return decorated
-
-
-def answer(module: str, root: Path, timeout: float, **variables: str) -> tuple[Any, str]:
-    """The JSON that `python -m MODULE --worker ROOT` printed last, if any, and its errors."""
-    done = subprocess.run(
-        [sys.executable, "-m", module, "--worker", str(root)],
-        env={**os.environ, "MASTER_ADDR": "127.0.0.1", **variables},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    return (json.loads(lines[-1]) if lines else None), done.stderr
