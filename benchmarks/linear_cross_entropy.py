@@ -173,15 +173,12 @@ def _into_main_grad(case: Case) -> Tensor:
     return ours(**PROMISED, gradient_accumulation_fusion=True)(case)
 
 
-def _torch_unfused(case: Case) -> Tensor:
-    return case.reduce(cross_entropy(case.logits().float(), case.targets, reduction="none"))
+def _unfused(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
+    """The loss of each token, in torch."""
+    return cross_entropy(torch.matmul(x, w.t()).float(), targets, reduction="none")
 
 
-def _compiled() -> Callable[[Case], Tensor]:
-    @torch.compile(dynamic=False)
-    def per_token(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy(torch.matmul(x, w.t()).float(), targets, reduction="none")
-
+def _by_torch(per_token: Callable[..., Tensor]) -> Callable[[Case], Tensor]:
     return lambda case: case.reduce(per_token(case.x, case.w, case.targets))
 
 
@@ -201,7 +198,7 @@ def _megatron() -> Iterator[Rival]:
         from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
         from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
     except ImportError:
-        yield Rival("stock (its arithmetic in torch)", _torch_unfused)
+        yield Rival("stock (its arithmetic in torch)", _by_torch(_unfused))
         return
     store = tempfile.mkdtemp()
     dist.init_process_group("nccl", init_method=f"file://{store}/store", rank=0, world_size=1)
@@ -248,7 +245,7 @@ def _of_pull_3345(root: Path) -> Iterator[Rival]:
 def rivals(pull_3345: Path | None) -> Iterator[Rival]:
     """All implementations that are installed; missing ones are reported on stderr."""
     yield from _megatron()
-    yield Rival("torch.compile of stock", _compiled())
+    yield Rival("torch.compile of stock", _by_torch(torch.compile(_unfused, dynamic=False)))
     if pull_3345 is not None:
         yield from _of_pull_3345(pull_3345)
     for package, rival in (

@@ -194,11 +194,8 @@ Ways = dict[str, Callable[[], Way]]
 
 
 def own_ways() -> Ways:
-    return {
-        "ours": lambda: Way(ours),
-        "ours, single ops": lambda: Way(ours_by(checks.fused_ops)),
-        "reference": lambda: Way(plain),
-    }
+    sites = {"ours": ours, "ours, single ops": ours_by(checks.fused_ops), "reference": plain}
+    return {name: partial(Way, site) for name, site in sites.items()}
 
 
 def others(shape: Shape, root: Path | None) -> Ways:

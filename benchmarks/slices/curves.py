@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.slices.turns import FACTOR
-
 BATCHES, RATE = 4, 1e-3
+FACTOR = 2.0
+"""Times the largest difference of two references that a curve may differ from the nearest one."""
 ROUNDING = 2.0**-22
 """Of a value in fp32: what curves may differ by whose references are equal to the bit."""
 
@@ -61,7 +61,9 @@ def trained(
     return found
 
 
-def verdict(curve: Sequence[float], references: Sequence[Sequence[float]]) -> list[str]:
+def verdict(
+    curve: Sequence[float], references: Sequence[Sequence[float]], rounding: float = ROUNDING
+) -> list[str]:
     """Noise of the references, distance of a curve from the nearest one, and what that means."""
     if any(len(each) != len(curve) for each in references):
         return ["", "", "the runs have other steps"]
@@ -71,8 +73,7 @@ def verdict(curve: Sequence[float], references: Sequence[Sequence[float]]) -> li
         min(abs(value - each[step]) for each in references) for step, value in enumerate(curve)
     )
     finite = all(map(math.isfinite, (*curve, noise)))
-    rounding = ROUNDING * max(map(abs, curve))
-    within = finite and gap <= max(FACTOR * noise, rounding)
+    within = finite and gap <= max(FACTOR * noise, rounding * max(map(abs, curve)))
     return [f"{noise:.2e}", f"{gap:.2e}", "within the noise" if within else "**beyond the noise**"]
 
 

@@ -100,7 +100,10 @@ def built(way: str, recipe: Recipe) -> Any:
     spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
         enable_hyper_connection=streams
     )
-    with devs_ops() if way == "dev" else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        if way == "dev":  # sites keep the ops that dev has chosen: the page's call does nothing
+            use = mock.patch.object(mhc_in_megatron, "use_kernels", lambda module: None)
+            stack.enter_context(use)
         model = GPTModel(
             settings,
             transformer_layer_spec=spec,
@@ -112,12 +115,6 @@ def built(way: str, recipe: Recipe) -> Any:
     if way == "dev":
         settings.use_fused_mhc = False  # read by the page alone, once the sites are built
     return model
-
-
-def devs_ops() -> Any:
-    """A context in which sites keep the ops that dev has chosen for this GPU: the page's call that
-    replaces them does nothing."""
-    return mock.patch.object(mhc_in_megatron, "use_kernels", lambda module: None)
 
 
 def batch(recipe: Recipe) -> dict[str, Any]:

@@ -39,9 +39,8 @@ from benchmarks.harness.gpu import card
 from benchmarks.harness.results import Places
 from benchmarks.harness.runs import Bench, header, prepare, said
 from benchmarks.slices import report as recipe_report
-from benchmarks.slices.curves import Curves, judged
+from benchmarks.slices.curves import FACTOR, Curves, judged
 from benchmarks.slices.report import measured, steps_of
-from benchmarks.slices.turns import FACTOR
 from cppmega.host.packages import version
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe import memory

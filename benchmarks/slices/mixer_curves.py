@@ -29,7 +29,7 @@ import torch
 from benchmarks.harness import results, runs, trees
 from benchmarks.harness.gpu import card
 from benchmarks.slices import curves
-from benchmarks.slices.turns import FACTOR
+from benchmarks.slices.curves import FACTOR
 from cppmega.features import environment_sizes
 from cppmega.features.embeddings import layer as input_embeddings
 from cppmega.features.embeddings import sizes as input_embedding_sizes

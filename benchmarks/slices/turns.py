@@ -52,6 +52,7 @@ from benchmarks.harness import results, runs, trees
 from benchmarks.harness.results import Places
 from benchmarks.harness.runs import STARTS, Bench, Row
 from benchmarks.slices import report as of_recipe
+from benchmarks.slices.curves import FACTOR, verdict
 from benchmarks.slices.report import GRAPH_POOLS, WARM, graph_pools, measured, steps_of
 from benchmarks.slices.subjects import PARTS, SUBJECTS, Part, Subject
 from cppmega.recipe import index as recipes_index
@@ -64,8 +65,6 @@ REFERENCE = (*STARTS, "dsa_indexer_loss_metric")
 _PROFILED = 2
 _FIRST_GUESS = 150.0
 """Seconds that a run is assumed to take until one has been measured."""
-FACTOR = 2.0
-"""Times the largest difference of the two stock runs that ours may differ from them."""
 _REFERENCES = ("stock", "again")
 DENSE = 0.9
 """tokens/s with the dense loss over those with the sparse one."""
@@ -96,7 +95,8 @@ class Turns:
         done = result.setdefault("runs", {})
         failed: dict[str, str] = {}
         for run, side, last in _runs(PARTS[name]):
-            if run in done or side in failed or _full(done, side):
+            full = any("out_of_memory" in x for x in done.values() if x["side"] == side)
+            if run in done or side in failed or full:  # it would run out of memory again
                 continue
             left = self.deadline - time.monotonic()
             if left < 1.2 * max(self.taken, default=_FIRST_GUESS):
@@ -132,7 +132,8 @@ class Turns:
         if part.is_curve:
             return curve(rows, failure)
         found = measured(rows)
-        found["seconds"] = [row["seconds"] for row in rows if _counts(row)]
+        warm = [row for row in steps_of(rows) if row["step"] > WARM]
+        found["seconds"] = [row["seconds"] for row in warm if not row.get("profiled", False)]
         return found | ({"profile": f"{label}-profile"} if last else {})
 
     def options(self, part: Part, label: str, last: bool) -> Iterator[str]:
@@ -176,15 +177,6 @@ def _runs(part: Part) -> Iterator[tuple[str, str, bool]]:
     for at, side in enumerate(part.turns):
         number = part.turns[: at + 1].count(side)
         yield f"{side}{number}", side, side not in part.turns[at + 1 :]
-
-
-def _full(done: dict[str, Any], side: str) -> bool:
-    """Whether a side has run out of memory, which it would do again."""
-    return any("out_of_memory" in run for run in done.values() if run["side"] == side)
-
-
-def _counts(row: Row) -> bool:
-    return row.get("step", 0) > WARM and not row.get("profiled", False)
 
 
 def curve(rows: list[Row], failure: str = "") -> dict[str, Any]:
@@ -349,7 +341,7 @@ def _curves(part: Mapping[str, Any]) -> Iterator[results.Page]:
     for side in sides:
         columns = ["loss", "first", "last", "noise of two stock runs", f"{side} from stock"]
         rows = [
-            [name, *_verdict(*(_by_step(losses[x].get(name, {})) for x in (*_REFERENCES, side)))]
+            [name, *_verdict(*(losses[x].get(name, {}) for x in (*_REFERENCES, side)))]
             for name in sorted(losses["stock"])
         ]
         yield results.table([*columns, "verdict"], rows)
@@ -359,10 +351,10 @@ def _curves(part: Mapping[str, Any]) -> Iterator[results.Page]:
 def _speed_of_curves(part: Mapping[str, Any]) -> Iterator[str]:
     """What the runs of the curves also show, and which of them failed at their end."""
     found = {name: run for name, run in part["runs"].items() if "tokens_per_second" in run}
-    each = (
-        f"{name} {run['tokens_per_second']:.0f} ({run['peak_gib']:.1f} GiB{_and_pools(run)})"
-        for name, run in found.items()
-    )
+    each = []
+    for name, run in found.items():
+        pools = f", CUDA graphs {run['graph_pool_gib']:.1f}" if "graph_pool_gib" in run else ""
+        each.append(f"{name} {run['tokens_per_second']:.0f} ({run['peak_gib']:.1f} GiB{pools})")
     if found:
         what = "tokens/s, medians of the second half of each run (peak memory)"
         yield f"{what}: {', '.join(each)}."
@@ -371,31 +363,13 @@ def _speed_of_curves(part: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} failed after its last step: {run['failed']}"
 
 
-def _and_pools(run: Mapping[str, Any]) -> str:
-    return f", CUDA graphs {run['graph_pool_gib']:.1f}" if "graph_pool_gib" in run else ""
-
-
-def _by_step(curve: Mapping[str, float]) -> dict[int, float]:
-    return {int(step): value for step, value in curve.items()}
-
-
-def _verdict(
-    stock: dict[int, float], again: dict[int, float], ours: dict[int, float]
-) -> tuple[str, ...]:
+def _verdict(*curves: Mapping[Any, float]) -> list[str]:
+    """First, last, noise, gap and verdict, from the values by step of stock, again, and ours."""
+    stock, again, ours = ({int(step): x for step, x in curve.items()} for curve in curves)
     if not stock or stock.keys() != again.keys() or stock.keys() != ours.keys():
-        return ("", "", "", "", "the runs have other steps")
-    steps = sorted(stock)
-    noise = max(abs(stock[step] - again[step]) for step in steps)
-    gap = max(from_both(stock[step], again[step], ours[step]) for step in steps)
-    within = "within the noise" if gap <= FACTOR * noise else "**beyond the noise**"
-    first, last = f"{stock[steps[0]]:.5g}", f"{stock[steps[-1]]:.5g}"
-    return (first, last, f"{noise:.2e}", f"{gap:.2e}", within)
-
-
-def from_both(stock: float, again: float, ours: float) -> float:
-    """How far ours is from the nearer one of two stock runs; NaN is infinitely far."""
-    gap = min(abs(ours - stock), abs(ours - again))
-    return gap if gap == gap else float("inf")
+        return ["", "", "", "", "the runs have other steps"]
+    one, other, own = ([of[step] for step in sorted(stock)] for of in (stock, again, ours))
+    return [f"{one[0]:.5g}", f"{one[-1]:.5g}", *verdict(own, [one, other], rounding=0)]
 
 
 @click.command(help=__doc__)

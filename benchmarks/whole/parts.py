@@ -138,7 +138,10 @@ def curve(rows: list[Row]) -> dict[str, Any]:
 def report(result: Mapping[str, Any]) -> str:
     """Held-out losses of every variant, and their differences from those of the whole model."""
     data = result["data"]
-    last = {name: _last(result, name) for name in VARIANTS}
+    last = {  # the losses of the last evaluation, by seed
+        name: {seed: curve[max(curve)] for seed, curve in _curves(result, name).items()}
+        for name in VARIANTS
+    }
     losses, worse = [], []
     for name, variant in VARIANTS.items():
         if own := last[name]:
@@ -189,10 +192,6 @@ def _curves(result: Mapping[str, Any], variant: str) -> dict[int, dict[int, dict
             held_out = each["held_out"]
             found[int(seed)] = {step: held_out[str(step)] for step in sorted(map(int, held_out))}
     return dict(sorted(found.items()))
-
-
-def _last(result: Mapping[str, Any], variant: str) -> dict[int, dict[str, float]]:
-    return {seed: curve[max(curve)] for seed, curve in _curves(result, variant).items()}
 
 
 def _millions(variant: Variant) -> str:
