@@ -28,6 +28,8 @@ class Guard:
     """The run's arguments, as a custom loop has passed them."""
     wanted: frozenset[str] = frozenset()
     """Pages that the run's recipe wants."""
+    promised: dict[str, bool] = field(default_factory=dict)
+    """Whether the run relies on a page whose kernels have declined a call."""
     excuse: str = ""
     """Why the script takes no step, if it has declared that."""
     refused: CppmegaError | None = None

@@ -76,10 +76,13 @@ def is_promised(guard: Guard, page: str) -> bool:
     if args is None:
         megatron = sys.modules.get("megatron.training.global_vars")
         args = getattr(megatron, "_GLOBAL_ARGS", None)
-    when = guard.session.pages[page].patch.when
+    known = guard.session.pages.get(page)
+    when = known.patch.when if known is not None else None
     if page in guard.wanted or when is None or args is None:
         return True
-    return gates.wanted(page, when, args)
+    if page not in guard.promised:  # a page is asked once: that takes longer than a call
+        guard.promised[page] = gates.wanted(page, when, args)
+    return guard.promised[page]
 
 
 def summary(guard: Guard, reached: set[str], counted: str = "") -> str:
