@@ -28,7 +28,12 @@ from cppmega.calls import served
 from cppmega.errors import CppmegaError
 from cppmega.features.linear_cross_entropy.module import LinearCrossEntropyModule
 from cppmega.host import env
-from cppmega.ops.linear_cross_entropy import Upstream, counted_tokens, say_once
+from cppmega.ops.linear_cross_entropy import (
+    Upstream,
+    counted_tokens,
+    say_once,
+    select_backend,
+)
 
 UPSTREAM = env.LINEAR_CE_UPSTREAM.name
 """Variable: what is guaranteed about the gradient of the loss where the loss mask is known."""
@@ -209,6 +214,11 @@ def _obstacle(
     stock_scale = getattr(LanguageModule, "_scale_logits", None)
     if scale_logits is not None and _method(scale_logits) is not stock_scale:
         return "the model scales its logits in its own way"
+    used = layer.weight if weight is None else weight
+    if used is not None and used.is_cuda and env.LINEAR_CE_KERNEL.read() == "auto":
+        backend, why = select_backend(None, used.device, used.dtype)
+        if backend == "reference":
+            return why
     return layer.loss_obstacle(weight, runtime_gather_output)
 
 

@@ -173,7 +173,9 @@ def check_on(name: str, model: Any, mask: str, expected: dict[str, Any], columns
 
 
 def check_other_paths(ranks: int) -> None:
-    """Unsupported calls use Megatron's path, with the same numbers."""
+    """Where that is allowed, unsupported calls use Megatron's path, with the same numbers."""
+    from cppmega.features.linear_cross_entropy import heads
+
     parallel = {"tensor_model_parallel_size": ranks}
     for make in (GPT, HYBRID):
         model, plain = make(**parallel), make(**parallel, **OFF)
@@ -194,6 +196,13 @@ def check_other_paths(ranks: int) -> None:
             model(**given)
         assert seen == [(S, B, V // ranks)]
         del model.compute_language_model_loss
+        no_kernel = mock.patch.object(
+            heads, "select_backend", lambda *_: ("reference", "no triton")
+        )
+        with no_kernel, mock.patch.object(torch.Tensor, "is_cuda", True):
+            own = model.output_layer, None, None, model.compute_language_model_loss, None
+            with pytest.raises(calls.CallDeclinedError, match="no triton"):
+                heads.find_head(*own, HEADS[0])
         # What a layer says that it cannot do keeps Megatron's path, which says so.
         model.output_layer.loss_obstacle = lambda *_: "of a test"
         with calls.allowing(*HEADS), warnings.catch_warnings(record=True) as said:
