@@ -59,13 +59,16 @@ def first_read(
     """
     import torch
 
+    from cppmega.calls import allowing
     from cppmega.proof.host_sync import HostSyncError, no_host_sync
 
     with groups(context):
         layer = _layer(context, recompute, **config).train(train)
         x = torch.randn(LENGTH // context, 1 if packed else 2, 32, device="meta")
         documents = _documents() if packed else None
-        with _as_on_a_gpu(rope):
+        # Kernels decline meta tensors.
+        kernels = ("dsa_attention_kernels", "dsa_indexer_kernels", "dsa_indexer_prologue")
+        with _as_on_a_gpu(rope), allowing(*kernels, "mla_rope_kernel"):
             for watched in (False, True):
                 try:
                     with no_host_sync("meta") if watched else nullcontext():
