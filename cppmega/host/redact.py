@@ -45,7 +45,7 @@ _SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 _SECRET_OPTION = re.compile(
-    r"--?(?:.*[-_])?(?:(?:api|access|secret|private)[-_]?key|secret|passw(?:or)?d|passphrase|"
+    r"--?(?:.*[-_])?(?:(?:api|access|secret|private|wandb)[-_]?key|secret|passw(?:or)?d|passphrase|"
     r"credentials?|auth|jwt|cookie|bearer|token)",
     re.IGNORECASE,
 )

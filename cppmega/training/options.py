@@ -119,7 +119,7 @@ def read(words: Sequence[str]) -> tuple[RunOptions, tuple[str, ...]]:
             "wrong-usage",
             f"The trainer does not accept the words after the recipe: {error.format_message()}",
             "It would end before it reads the recipe.",
-            "python -m cppmega.trainer --help",
+            "python -m cppmega.trainer --help; Megatron's own arguments of these names go after --",
         ) from None
     arguments: tuple[str, ...] = values.pop("arguments")
     return RunOptions(**values), arguments

@@ -33,6 +33,10 @@ MLA = (
     *("--kv-lora-rank", "512", "--qk-pos-emb-head-dim", "64"),
 )
 SCRIPTS = ("--rollout-size", "4", "--gpus=-1")
+OLDER = (
+    *("--use-rotary-position-embeddings", "--rotary-base", "500000"),
+    *("--recompute-activations", "--recompute-modules", "core_attn"),
+)
 ADDS = "tests.preflight.script_arguments:add"
 MORE = tuple(word for word in RAW if word not in ("--micro-batch-size", "1"))
 OVERLAP = "--overlap-moe-expert-parallel-comm"
@@ -63,6 +67,7 @@ BAD_VALUES = {
     "words after the parser": ("--cuda-graph-impl local --cuda-graph-modules nonsense", "nonsense"),
     "help": ("--help", "The line asks for help."),
     "a list for a number": ("--train-iters 4 5", "no such argument: 5"),
+    "a switch of the past": ("--checkpoint-activations", "is no longer valid"),
     "another's file": ("--yaml-cfg nowhere", "nowhere"),
     "text for a number": ("--hidden-size wide", "invalid int value"),
     "a fraction for a number": ("--num-layers 1.5", "invalid int value"),
@@ -130,11 +135,13 @@ CASES = {
     "fp8 recipe": Case(SLICE.with_(precision="fp8"), (MOCK,)),
     "only evaluates": Case(None, (*RAW, *BF16, "--train-iters", "0")),
     "profiled": Case(None, (*RAW, *BF16, "--profile", "--profile-step-start", "2")),
+    "older spellings": Case(None, (*RAW, *BF16, *OLDER)),
     "of a script": Case(None, (*RAW, *BF16, *SCRIPTS)),
     "of any script": Case(None, (*RAW, *BF16, *SCRIPTS), {"allows_unknown": True}),
     "of this script": Case(None, (*RAW, *BF16, *SCRIPTS), {"arguments_from": (ADDS,)}),
     "of a script that sets more": Case(None, (*MORE, *BF16)),
     "of any script without data": Case(None, (*RAW, "--bf16"), {"allows_unknown": True}),
+    "of any script without precision": Case(None, (*RAW, MOCK), {"allows_unknown": True}),
     "of any script that sets more": Case(None, (*MORE, *BF16), {"allows_unknown": True}),
     "of a checkpoint": Case(None, (*RAW[2:], *BF16, "--use-checkpoint-args", "--load", "there")),
     **{name: Case(recipes_index.load(name), (MOCK,)) for name in WHOLE},
@@ -264,6 +271,8 @@ def test_values_that_a_script_sets_later(line: Any) -> None:
     assert left.is_remark and "ends at --micro-batch-size" in left.what
     (left,) = preflight.answers("mock_data", line("of any script without data"))
     assert left.is_remark and "no data" in left.what
+    (left,) = preflight.answers("precision", line("of any script without precision"))
+    assert left.is_remark and "states none" in left.what
 
 
 def test_values_that_megatron_would_refuse_in_every_rank(
@@ -278,7 +287,7 @@ def test_values_that_megatron_would_refuse_in_every_rank(
 
 
 def test_arguments_without_effect(line: Any) -> None:
-    for name in ("slice", "raw", "v3.2", "graphs", "fp8 recipe"):
+    for name in ("slice", "raw", "v3.2", "graphs", "fp8 recipe", "profiled", "older spellings"):
         holds("ineffective_arguments", line(name))
     found = refuses("ineffective_arguments", "argument-without-effect", line("scope"))
     assert "--cuda-graph-modules" in found.what and "--cuda-graph-impl" in found.what

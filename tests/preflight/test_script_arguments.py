@@ -54,11 +54,21 @@ def test_a_source_that_adds_nothing_is_named(source: str, why: str) -> None:
 
 def test_words_that_no_argument_explains() -> None:
     found = added(f"{HERE}:add")
-    line = ["--lr", "1", "2", "--rollout-size=4", "--rolout-size", "3", "--api-key", "abc", "--x=y"]
+    line = [
+        "--lr",
+        "1",
+        "2",
+        "--rollout-size=4",
+        "--rolout-size",
+        "3",
+        "--wandb-key",
+        "abc",
+        "--x=y",
+    ]
     assert found.unknown(line) == {
         "2": "",
         "--rolout-size 3": "--rollout-size",
-        f"--api-key '{redact.HIDDEN}'": "",
+        f"--wandb-key '{redact.HIDDEN}'": "",
         "--x=y": "",
     }
     assert found.unknown(["--lr", "-1"]) == {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cppmega.errors import CppmegaError
 from cppmega.preflight.context import Context
+from cppmega.preflight.findings import Remark
 from cppmega.training import requirements
 
 AFTER: tuple[str, ...] = ("line_parses",)
@@ -18,6 +19,8 @@ def check(context: Context) -> str:
     args = context.megatron_args
     if context.recipe is not None:
         requirements.check_precision(context.recipe, args)
+    if context.adds_arguments and not (args.bf16 or args.fp16 or args.fp8):
+        return Remark("the line states none: unless the script does, Megatron trains in fp32")
     if not (args.bf16 or args.fp16 or args.fp8):
         raise CppmegaError(
             "precision-not-stated",

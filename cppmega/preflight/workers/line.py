@@ -18,6 +18,7 @@ from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
+from cppmega.catalogue import megatron_args
 from cppmega.errors import CppmegaError, closest
 from cppmega.host import command_words, redact
 from cppmega.preflight.messages import ParsedLine, RankOrder
@@ -46,7 +47,7 @@ def parse(order: RankOrder) -> ParsedLine:
         return ParsedLine(refused=reason)
     if getattr(args, "yaml_cfg", None):
         return ParsedLine(refused="the file of --yaml-cfg replaces the line, and is not inspected")
-    plain = {name: _plain(value) for name, value in vars(args).items()}
+    plain = _respelled({name: _plain(value) for name, value in vars(args).items()})
     if order.world is None:
         args.world_size = _fewest_ranks(args)
     invalid, unset = _invalid(arguments, args)
@@ -114,6 +115,17 @@ def _named(source: str) -> Iterator[None]:
         ) from error
 
 
+def _respelled(args: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with those that validation sets for other ones: patched code sees no others."""
+    if args.get("use_rotary_position_embeddings"):
+        args["position_embedding_type"] = "rope"
+    if args.get("recompute_activations"):
+        args["recompute_granularity"] = "selective"
+    if {"+", "D"} & {*megatron_args.layer_pattern(SimpleNamespace(**args))}:
+        args["multi_latent_attention"] = True
+    return args
+
+
 def _fewest_ranks(args: Any) -> int:
     """The fewest ranks that the parallel sizes of a line allow."""
 
@@ -137,8 +149,9 @@ def _invalid(arguments: Any, args: Any) -> tuple[str, tuple[str, ...]]:
         torch.cuda.get_device_capability = lambda *_: (9, 0)
         nine: Any = SimpleNamespace(major=9, minor=0)
         torch.cuda.get_device_properties = lambda *_: nine
+    printed = io.StringIO()
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(printed):
             arguments.validate_args(args)
             if "transformer_engine" in sys.modules:  # the config asks for its version
                 arguments.core_transformer_config_from_args(args)
@@ -153,7 +166,9 @@ def _invalid(arguments: Any, args: Any) -> tuple[str, tuple[str, ...]]:
         )
     except (ArithmeticError, LookupError, TypeError, OSError) as error:  # of a value
         return f"{type(error).__name__}: {error}", ()
-    except (Exception, SystemExit) as error:
+    except SystemExit:
+        return printed.getvalue().strip().rpartition("\n")[2] or "it ends the process", ()
+    except Exception as error:
         # Not a refusal: validation needed something that only a rank has.
         print(f"validate_args: {type(error).__name__}: {error}", file=sys.stderr)
     return "", ()
