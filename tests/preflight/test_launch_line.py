@@ -158,6 +158,7 @@ sys.modules["transformer_engine"] = types.ModuleType("transformer_engine")
 transformer_config.is_te_min_version = lambda *a, **k: True
 transformer_config._validate_dsa_kernel_backend_dependencies = lambda *a: None
 te_stand_ins.kernels_of_experts()
+te_stand_ins.read_options_once()
 from cppmega.host import allocator
 from cppmega.preflight.messages import RankOrder
 from cppmega.preflight.workers.line import parse

@@ -31,6 +31,7 @@ BASE = (
 """A small GPT; further options replace these, as the last one of a name counts."""
 
 _ADD = arguments.add_megatron_arguments
+te_stand_ins.read_options_once()
 
 
 class RefusedError(Exception):

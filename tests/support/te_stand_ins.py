@@ -19,6 +19,21 @@ def kernels_of_experts() -> None:
         setattr(moe_utils, name, mock.MagicMock())
 
 
+def read_options_once() -> None:
+    """Let the source of a class with options be read once, and not again by each parser."""
+    from megatron.training import argument_utils
+
+    factory = argument_utils.ArgumentGroupFactory
+    read, known = factory._get_field_docstrings, dict[type, dict[str, str]]()
+
+    def once(self: Any, of: type) -> dict[str, str]:
+        if of not in known:
+            known[of] = read(self, of)
+        return dict(known[of])
+
+    factory._get_field_docstrings = once
+
+
 def of_sequence_parts(parameters: Any, config: Any) -> None:
     """Mark parameters that see only part of a sequence; Megatron reduces their gradients."""
     for parameter in parameters:

@@ -38,6 +38,7 @@ from cppmega.training.batch import DataTokens, dataset_provider
 from cppmega.training.evaluation import HeldOut
 from cppmega.training.plan import TrainingPlan
 from cppmega.training.step import ForwardStep
+from tests.support import te_stand_ins
 
 CPU = (
     *("--use-cpu-initialization", "--no-rope-fusion", "--no-persist-layer-norm"),
@@ -52,18 +53,10 @@ tokens, every rank of every run would shuffle millions of samples, in few of whi
 
 
 def _before_ranks() -> None:
-    """Do once what every rank would do again: read options from the source of their classes."""
+    """Do once what every rank would do again."""
     MockGPTLowLevelDataset.size = DOCUMENTS
     MockGPTLowLevelDataset.max_sequence_length = LONGEST
-    factory = argument_utils.ArgumentGroupFactory
-    read, known = factory._get_field_docstrings, dict[type, dict[str, str]]()
-
-    def once(self: Any, of: type) -> dict[str, str]:
-        if of not in known:
-            known[of] = read(self, of)
-        return dict(known[of])
-
-    factory._get_field_docstrings = once
+    te_stand_ins.read_options_once()
     arguments.add_megatron_arguments(argparse.ArgumentParser())
 
 
