@@ -183,7 +183,9 @@ class Training:
         variables: Mapping[str, str],
     ) -> dict[str, Any]:
         """What code prints as JSON, in a process that runs a tree with these pages alone."""
-        root = trees.made(pristine, self.work / "trees" / tree, *trees.only(pages))
+        root = self.work / "trees" / tree
+        if not root.is_dir():
+            trees.made(pristine, root, *trees.only(pages))
         log = self.out / f"{label.replace(' ', '-')}.log"
         return said(root, code, variables, log, self.left())
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks import REPOSITORY
 from benchmarks.harness import trees as sides
-from benchmarks.upstream_tests.plugin import (
+from benchmarks.upstream_tests.worker import (
     FILE_LIMIT,
     LONGEST_REASON,
     STARTED,

@@ -25,7 +25,9 @@ DIR/nam56r_parts_DEVICE.json, .md and .png are the result.
 
 from __future__ import annotations
 
+import hashlib
 import math
+import shutil
 import statistics
 import sys
 import threading
@@ -37,13 +39,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+import msgspec
+import numpy as np
 
 from benchmarks.harness import results, runs
 from benchmarks.harness.gpu import card
 from benchmarks.harness.results import Places
 from benchmarks.harness.runs import Bench, Row
 from benchmarks.slices.report import refuse_mock_data
-from benchmarks.whole.shuffled_structure import shuffled
+from cppmega.data import corpus
+from cppmega.data.corpus import with_suffix
+from cppmega.data.structure import COLUMN
 from cppmega.host.markdown import table
 from cppmega.recipe import arithmetic
 from cppmega.recipe import index as recipes_index
@@ -118,6 +124,41 @@ class Parts:
             if not to.with_name(to.name + ".json").is_file():
                 shuffled(prefix, to, seed=0)
         return to
+
+
+def shuffled(prefix: Path, to: Path, seed: int) -> Path:
+    """Copy a dataset to another prefix, with the ids of another document for every document.
+
+    Ids of a document that is shorter than the one that gets them are repeated from their start.
+
+    Args:
+        prefix: a dataset with structure ids, one sequence per document.
+        to: prefix of the copy; its folder is created.
+        seed: of the order of documents.
+    """
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    found = corpus.open_(prefix)
+    assert found.card is not None and found.card.structure is not None, "no structure ids"
+    documents = IndexedDataset(str(with_suffix(prefix, COLUMN)))
+    order = np.random.default_rng(seed).permutation(len(documents))
+    others = dict(zip(order.tolist(), np.roll(order, 1).tolist(), strict=True))  # never its own
+    given = [
+        np.resize(documents[others[at]], length)
+        for at, length in enumerate(documents.sequence_lengths)
+    ]
+
+    to.parent.mkdir(parents=True, exist_ok=True)
+    for suffix in (".bin", ".idx", f"{COLUMN}.idx"):
+        shutil.copyfile(with_suffix(prefix, suffix), with_suffix(to, suffix))
+    ids = np.concatenate(given).tobytes()
+    with_suffix(to, f"{COLUMN}.bin").write_bytes(ids)
+    record = msgspec.structs.replace(
+        found.card.structure, bin_sha256=hashlib.sha256(ids).hexdigest()
+    )
+    card = msgspec.structs.replace(found.card, structure=record)
+    with_suffix(to, ".json").write_text(card.dump())
+    return to
 
 
 def curve(rows: list[Row]) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from cppmega.training.options import read
 
 runs = importlib.import_module("benchmarks.harness.runs")
 parts = importlib.import_module("benchmarks.whole.parts")
-shuffled_structure = importlib.import_module("benchmarks.whole.shuffled_structure")
 
 EFFECT = {"no_ngram": 0.1, "shuffled": -0.1}
 """What the stand-in for the trainer adds to a variant's losses; each seed adds as much to all."""
@@ -134,7 +133,7 @@ def test_documents_get_the_ids_of_others(tmp_path: Path) -> None:
         (text / f"{number}.py").write_text(f"# {number}\n" + "def f(x):\n    return [x]\n" * number)
     prefix, to = tmp_path / "data", tmp_path / "other" / "data"
     prepare(prefix, [text], tokenizers.ByteTokenizer(), structure=True)
-    shuffled_structure.shuffled(prefix, to, seed=0)
+    parts.shuffled(prefix, to, seed=0)
     ours, theirs = corpus.open_(prefix), corpus.open_(to)
     assert (ours.tokens, ours.documents) == (theirs.tokens, theirs.documents)
     assert record.name(ours) != record.name(theirs), "a result could not tell the two apart"
