@@ -105,7 +105,7 @@ def _declined(page: str, reason: str, given: Mapping[str, Any]) -> CallDeclinedE
         "is recorded as one with the patch.",
         f"change what the reason names; or `python -m cppmega.apply_patches --without {page}`; or "
         f"--allow-fallback {page}, which the log and the digest of the run state (without "
-        f"cppmega.run: export {env.ALLOW_FALLBACK.name}={page})",
+        f"cppmega.run: export CPPMEGA_ALLOW_FALLBACK={page})",
     )
     error.page, error.reason, error.shapes = page, reason, shapes
     return error
@@ -181,8 +181,8 @@ def check_allowed(known: Collection[str], names: Iterable[str] | None = None) ->
         if name not in known:
             raise CppmegaError(
                 "unknown-page",
-                f"--allow-fallback, or {env.ALLOW_FALLBACK.name}, names {name}, which is not a "
-                f"page.{did_you_mean(name, known)}",
+                f"--allow-fallback, or CPPMEGA_ALLOW_FALLBACK, names {name}, which is not a page."
+                + did_you_mean(name, known),
                 "The page that was meant would end the run at its first declined call.",
                 "cppmega list shows the pages",
             )

@@ -21,10 +21,10 @@ WIDE = "queries are 320 wide"
 def uncounted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(calls, "_SERVED", {})
     monkeypatch.setattr(calls, "_DECLINED", {})
+    monkeypatch.setattr(calls, "_judge", None)
     with calls.allowing():  # restores the variable
         monkeypatch.delenv(env.ALLOW_FALLBACK.name, raising=False)
         yield
-    calls.judged_by(None)
 
 
 def declined() -> CallDeclinedError:
@@ -37,7 +37,8 @@ def test_a_declined_call_names_page_reason_shapes_and_cures() -> None:
     error: CallDeclinedError = pickle.loads(pickle.dumps(declined()))
     assert (error.name, error.page, error.reason) == ("call-declined", "some_kernels", WIDE)
     assert error.shapes == "q [2, 320] in bfloat16" and error.shapes in error.what
-    for cure in ("--without some_kernels", "--allow-fallback some_kernels"):
+    variable = f"{env.ALLOW_FALLBACK.name}=some_kernels"
+    for cure in ("--without some_kernels", "--allow-fallback some_kernels", variable):
         assert cure in error.next
 
 
