@@ -141,7 +141,9 @@ CASES = {
     "of this script": Case(None, (*RAW, *BF16, *SCRIPTS), {"arguments_from": (ADDS,)}),
     "of a script that sets more": Case(None, (*MORE, *BF16)),
     "of any script without data": Case(None, (*RAW, "--bf16"), {"allows_unknown": True}),
-    "of any script without precision": Case(None, (*RAW, MOCK), {"allows_unknown": True}),
+    "of any script without precision": Case(
+        None, (*RAW, MOCK, "--save-interval", "5"), {"allows_unknown": True}
+    ),
     "of any script that sets more": Case(None, (*MORE, *BF16), {"allows_unknown": True}),
     "of a checkpoint": Case(None, (*RAW[2:], *BF16, "--use-checkpoint-args", "--load", "there")),
     **{name: Case(recipes_index.load(name), (MOCK,)) for name in WHOLE},
@@ -274,6 +276,8 @@ def test_values_that_a_script_sets_later(line: Any) -> None:
     assert left.is_remark and "no data" in left.what
     (left,) = preflight.answers("precision", line("of any script without precision"))
     assert left.is_remark and "states none" in left.what
+    (left,) = preflight.answers("ineffective_arguments", line("of any script without precision"))
+    assert left.is_remark and "--save-interval has no effect" in left.what
 
 
 def test_values_that_megatron_would_refuse_in_every_rank(

@@ -20,7 +20,7 @@ from cppmega.catalogue.megatron_args import (
 )
 from cppmega.errors import CppmegaError
 from cppmega.preflight.context import Context
-from cppmega.preflight.findings import refuse
+from cppmega.preflight.findings import Remark, refuse
 
 AFTER: tuple[str, ...] = ("line_parses",)
 
@@ -143,15 +143,21 @@ def check(context: Context) -> str:
         CppmegaError: `argument-without-effect`.
     """
     line, args = context.launch_line, context.megatron_args
+    found = [
+        f"{', '.join(flag for flag in idle.flags if line.has(flag))} has no effect here: "
+        f"{idle.reason}"
+        for idle in _IDLE
+        if line.has(*idle.flags) and idle.where(args)
+    ]
+    if found and context.adds_arguments:
+        return Remark(f"unless the script reads or sets more, {'; '.join(found)}")
     refuse(
         CppmegaError(
             "argument-without-effect",
-            f"{', '.join(flag for flag in idle.flags if line.has(flag))} has no effect here: "
-            f"{idle.reason}.",
+            f"{what}.",
             "The run would be mistaken for one that has it.",
             "leave it out, or add the argument that it needs",
         )
-        for idle in _IDLE
-        if line.has(*idle.flags) and idle.where(args)
+        for what in found
     )
     return "no argument without effect is known"
