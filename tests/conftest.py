@@ -127,6 +127,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if generator is not None:
         generator.manual_seed(0)
     gc.enable()
+    if item.path not in _begun:
+        # What earlier files keep, such as syntax trees, is in no later collection.
+        _begun.add(item.path)
+        gc.collect()
+        gc.freeze()
+
+
+_begun: set[Path] = set()
+"""The files whose tests have begun."""
 
 
 def _has_gpu() -> bool:
