@@ -25,12 +25,12 @@ from torch import Tensor
 
 from benchmarks.harness import results
 from benchmarks.harness.gpu import by_kernel, card, median, upstream_of
-from cppmega.features import environment_sizes
 from cppmega.features.embeddings import layer as input_embeddings
 from cppmega.host import env
 from cppmega.proof import cpu_shims
 from cppmega.recipe import Recipe
 from cppmega.recipe import index as recipes_index
+from cppmega.sizes import stated as environment_sizes
 
 RECIPE = recipes_index.load("nam56r_h200_8gpu_bf16")
 BATCH = 8

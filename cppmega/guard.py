@@ -58,6 +58,7 @@ from cppmega.rank import (
     reached_marks,
     roll_call,
     run_ledger,
+    run_rules,
     swaps,
     witness,
 )
@@ -202,7 +203,7 @@ def before_first_step() -> None:
     """Compare this process with the receipt, and all ranks with each other; later calls do nothing.
 
     Raises:
-        CppmegaError: on every rank, if one of them fails a check.
+        CppmegaError: on every rank, if one of them fails a check, or the run breaks a rule.
     """
     if _GUARD is None or _GUARD.began:
         return
@@ -218,7 +219,15 @@ def before_first_step() -> None:
             "run `python -m cppmega.apply_patches` with one version of cppmega on every host",
         )
     provenance.check(_GUARD.session.read_tree().root, _GUARD.receipt, where(), gather)
+    _refuse_broken_rule(gather((where(), run_rules.broken(_GUARD))))
     _GUARD.began = True
+
+
+def _refuse_broken_rule(everyone: list[tuple[str, CppmegaError | None]]) -> None:
+    """Raise the first error on every rank: one that stops alone leaves the others waiting."""
+    for place, error in everyone:
+        if error is not None:
+            raise CppmegaError(error.name, f"{place}: {error.what}", error.why, error.next)
 
 
 def recheck(when: str, *, together: bool = False) -> None:

@@ -7,11 +7,12 @@ has the fix; `verify()` proves the behavior with values. `cppmega new NAME` writ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
-from cppmega.errors import CppmegaError
+if TYPE_CHECKING:
+    from cppmega.rules.rule import Rule
 
 Kind = Literal["source", "class-swap", "method-wrap", "function-swap"]
 """`source` edits are written to disk; the others are installed when the module is imported."""
@@ -90,10 +91,8 @@ class Patch:
     applicable. A target of the page is none of them: upstream may rename it and keep the bug."""
     when: Callable[[Any], bool] | None = None
     """Called with the run's arguments (Megatron's namespace): whether it must reach the patch."""
-    refuses: Callable[[Any, Mapping[str, tuple[int, ...]]], Iterable[CppmegaError]] | None = None
-    """Called with the run's arguments, and the shapes of the tensors from which it resumes (empty
-    for a fresh start): the errors for what the page does not support, reported by the preflight.
-    `megatron_args.variables` finds the variables of the run with its arguments."""
+    rules: tuple[Rule, ...] = ()
+    """What runs may be with this page in the code, besides the rules of `cppmega.rules`."""
     needs: tuple[str, ...] = ("cpu",)
     """Requirements of `verify`: cpu, cuda, sm_90, te, triton, tilelang, an importable module."""
     gate: str | None = None

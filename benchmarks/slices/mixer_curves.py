@@ -30,12 +30,12 @@ from benchmarks.harness import results, runs, trees
 from benchmarks.harness.gpu import card
 from benchmarks.slices import curves
 from benchmarks.slices.curves import FACTOR
-from cppmega.features import environment_sizes
 from cppmega.features.embeddings import layer as input_embeddings
-from cppmega.features.embeddings import sizes as input_embedding_sizes
-from cppmega.features.mixers import sizes as mixer_sizes
 from cppmega.host import env
 from cppmega.proof import cpu_shims, small_models
+from cppmega.sizes import embeddings as input_embedding_sizes
+from cppmega.sizes import mixers as mixer_sizes
+from cppmega.sizes import stated as environment_sizes
 
 
 class Model(NamedTuple):

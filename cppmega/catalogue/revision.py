@@ -21,6 +21,9 @@ from cppmega.rewriting.code_text import LENGTH, PACKAGE, Code, code_of
 _ENTRANCES = (f"{PACKAGE}.rewriting.rewrite", f"{PACKAGE}.overlay.survey")
 """The engine's entry points: one produces the text of a file, one answers questions about it."""
 
+_RULES = f"{PACKAGE}.rules"
+"""Rules decide which runs may start. They change nothing that is written or that trains."""
+
 Hashes = dict[str, str]
 """Module -> hash of its code."""
 
@@ -103,7 +106,7 @@ def _closure(names: tuple[str, ...]) -> dict[str, _Module]:
     pending = list(names)
     while pending:
         name = pending.pop()
-        module = _module(name) if name not in found else None
+        module = _module(name) if name not in found and not name.startswith(_RULES) else None
         if module is not None:
             found[name] = module
             pending += module.imports

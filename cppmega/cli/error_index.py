@@ -1,8 +1,8 @@
-"""Every error that the code can raise, with its causes and remedies, read from the source.
+"""Every error that the code can raise, with its causes and remedies, read from code and rules.
 
 The sentences of an error are written only where it is raised: the index finds each place that
-builds a `CppmegaError` and takes the sentences from there. What is known only at run time is a
-placeholder.
+builds a `CppmegaError` and takes the sentences from there, and those of rules from the rules. What
+is known only at run time is a placeholder.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 
+from cppmega.catalogue import loader as catalogue
 from cppmega.cli.error_sentences import (
     Module,
     Scope,
@@ -25,10 +26,14 @@ from cppmega.cli.error_sentences import (
 )
 from cppmega.errors import CppmegaError, did_you_mean
 from cppmega.host.paths import PACKAGE, shipped
+from cppmega.rules import RULES, recipes
+from cppmega.rules.rule import Rule
 
 _ROOT = "CppmegaError"
 _PARTS = ("name", "what", "why", "next")
 _FIELDS = re.compile(r"<[^<>]+>")
+_NAMES = re.compile(r"\{(\w+)[^}]*\}")
+"""What a rule's sentence names: an option, or what its question has found."""
 
 
 @dataclass(frozen=True, order=True)
@@ -65,10 +70,36 @@ def _index(catalogues: tuple[Path, ...]) -> Index:
     texts = text_functions(modules)
     for module in modules:
         module.texts.update(texts)
-    for name, cause in _Constructions(modules).causes():
+    for name, cause in (*_Constructions(modules).causes(), *_of_rules(catalogues)):
         alike = _FIELDS.sub("<>", cause.render())  # two callers of a helper word it alike
         found.setdefault(name, {}).setdefault(alike, cause)
     return {name: sorted(found[name].values()) for name in sorted(found)}
+
+
+def of_rule(rule: Rule, name: str = "arguments-invalid") -> tuple[str, Cause]:
+    """The name of a rule's error, and the rule as its cause."""
+    what = rule.what or f"{rule.option} cannot be combined with {rule.concerns}."
+    happened, matters, cure = (_NAMES.sub(r"<\1>", text) for text in (what, rule.why, rule.cure))
+    title = f"A rule of {rule.concerns}."
+    name = "unsupported" if rule.option else rule.name or name
+    return name, Cause(happened, matters, (cure,), "cppmega.rules", title)
+
+
+def rules(catalogues: Iterable[Path] = ()) -> list[tuple[str, Cause]]:
+    """Every rule with sentences: of every run, of recipes, and of pages."""
+    return list(_of_rules(tuple(catalogues)))
+
+
+def _of_rules(catalogues: tuple[Path, ...]) -> Iterator[tuple[str, Cause]]:
+    for rule in recipes.RULES:
+        yield of_rule(rule, "recipe-invalid")
+    try:
+        pages = catalogue.load(catalogues).values()
+    except CppmegaError:  # of a page that is being written
+        pages = catalogue.load().values()
+    for rule in (*RULES, *(rule for page in pages for rule in page.patch.rules)):
+        if rule.what or rule.option:
+            yield of_rule(rule)
 
 
 def look_up(name: str, errors: Index) -> list[Cause]:

@@ -10,12 +10,13 @@ from cppmega.catalogue import loader as catalogue
 from cppmega.host.table import Row, table
 from cppmega.overlay.wanted import provided, wanted_patches
 from cppmega.page import Page
-from cppmega.recipe import Recipe, dsa_widths
+from cppmega.recipe import Recipe
 from cppmega.recipe.arithmetic import flops, megatron_flops, parameters, record_flops
 from cppmega.recipe.index import load, shipped
 from cppmega.recipe.memory import estimate
 from cppmega.recipe.render import missing
 from cppmega.recipe.results import Result, last_result, measured
+from cppmega.sizes import dsa_widths
 
 NEWEST = "0.19.2"
 """The release that the list is about where no other is named."""

@@ -196,11 +196,12 @@ def _title(page: Page) -> str:
 @click.argument("name", shell_complete=completion.patches)
 @patches_option
 def explain(name: str, patches: Sequence[Path]) -> None:
-    """Explain a patch, an error, a state, a check, a variable, or an earlier switch.
+    """Explain a patch, an error, a state, a check, a variable, or an argument.
 
     A patch: what it does, why, and the texts it is pinned to. An error: what causes it, why it
     matters, and the next command; what only a run knows is in <angle brackets>. A word of `cppmega
-    status`, `drift` or `verify`, or a check of the preflight: what it means. A variable, argument
+    status`, `drift` or `verify`, or a check of the preflight: what it means. An argument of
+    Megatron: the rules that name it, such as what it cannot be combined with. A variable, argument
     or script of the earlier overlay: what became of it.
     """
     from cppmega.catalogue import decisions
@@ -214,9 +215,11 @@ def explain(name: str, patches: Sequence[Path]) -> None:
         _explain_page(pages[name])
     elif readers or variable in env.NAMES:
         _explain_variable(variable, readers)
-    elif rows := decisions.find(name):
+    elif (rows := decisions.find(name)) or _rules_about(name, patches):
         for row, decision in rows.items():
             _explain_decision(row, decision)
+        for rule in _rules_about(name, patches):
+            click.echo(f"{rule.title}\n{rule.render()}\n")
     elif name.startswith("-"):
         raise click.NoSuchOption(name)
     elif meanings := {c: words[name] for c, words in _vocabularies().items() if name in words}:
@@ -306,6 +309,18 @@ def _explain_page(page: Page) -> None:
         click.echo(f"Target:   {edit.target}")
         for version, pin in edit.pins.items():
             click.echo(f"          {version:<14} {pin}")
+
+
+def _rules_about(option: str, patches: Sequence[Path]) -> list[Cause]:
+    """The rules that name an argument."""
+    from cppmega.cli import error_index
+
+    if not option.startswith("--"):
+        return []
+    named = re.compile(rf"{re.escape(option)}(?![\w-])")
+    rules = (rule for _, rule in error_index.rules(patches))
+    found = (rule for rule in rules if named.search(f"{rule.title} {rule.what}"))
+    return list(dict.fromkeys(found))
 
 
 def _causes(name: str, patches: Sequence[Path]) -> list[Cause]:

@@ -20,7 +20,7 @@ from cppmega import guard
 from cppmega.ending import record as end_record
 from cppmega.errors import CppmegaError
 from cppmega.host import env
-from cppmega.rank import error_file, roll_call, run_ledger
+from cppmega.rank import error_file, roll_call, run_ledger, run_rules
 from cppmega.rank.held import Guard
 from cppmega.rank.run_ledger import Entry
 from cppmega.runs.folder import Node
@@ -158,7 +158,7 @@ def _reason(held: Guard, entries: Sequence[Entry], help_shown: bool) -> str:
     for entry in entries:
         if entry.what == "excused":
             return entry.reason
-    return _reason_of_arguments(held.arguments or _megatrons_arguments())
+    return _reason_of_arguments(held.arguments or run_rules.megatrons_arguments())
 
 
 def _reason_of_arguments(args: Any) -> str:
@@ -169,13 +169,6 @@ def _reason_of_arguments(args: Any) -> str:
     if isinstance(done, int) and isinstance(asked, int) and done >= asked:
         return f"the checkpoint has {done} steps, and {asked} are requested"
     return ""
-
-
-def _megatrons_arguments() -> Any:
-    variables: Any = sys.modules.get("megatron.training.global_vars")
-    with contextlib.suppress(Exception):  # it asserts that there are some
-        return variables.get_args() if variables is not None else None
-    return None
 
 
 def _judge_at_exit() -> None:
@@ -265,7 +258,11 @@ def _end_of_rank() -> None:
     fails = error is not None and not (isinstance(error, SystemExit) and _status(error) == 0)
     if held is None or fails:
         return
-    reason = "" if held.stepped else _reason_of_arguments(held.arguments or _megatrons_arguments())
+    reason = (
+        ""
+        if held.stepped
+        else _reason_of_arguments(held.arguments or run_rules.megatrons_arguments())
+    )
     if reason:
         run_ledger.write("excused", reason=reason)
     if not (held.stepped or reason):

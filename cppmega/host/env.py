@@ -25,6 +25,11 @@ ON = frozenset(("1", "true", "on", "yes"))
 """Values of a switch that is on, in any case."""
 
 
+def is_on(text: str) -> bool:
+    """Whether the text of a switch turns it on."""
+    return text.strip().lower() in ON
+
+
 @dataclass(frozen=True, slots=True)
 class Variable(Generic[T_co]):
     """One environment variable."""
@@ -82,7 +87,7 @@ LINEAR_CE_UPSTREAM = Variable(
 INDEX_CACHE = Variable(
     "CPPMEGA_INDEX_CACHE",
     "1: DSA layers share chosen keys, as the page dsa_index_share describes",
-    lambda text: text.strip().lower() in ON,
+    is_on,
 )
 DSA_INDEX_PATTERN = Variable(
     "CPPMEGA_DSA_INDEX_PATTERN",

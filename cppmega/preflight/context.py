@@ -15,6 +15,9 @@ from functools import cached_property
 from pathlib import Path
 
 from cppmega import calls
+from cppmega.catalogue.page_rules import ProvidedBy
+from cppmega.checkpoints import files as checkpoint_files
+from cppmega.checkpoints import tracker as checkpoint_tracker
 from cppmega.data.reading import Allowance
 from cppmega.errors import CppmegaError
 from cppmega.host import allocator, console, env
@@ -29,11 +32,14 @@ from cppmega.preflight.devices import Devices
 from cppmega.preflight.findings import NotApplicable
 from cppmega.preflight.launch_line import LaunchLine
 from cppmega.preflight.messages import ParsedLine, RankAnswer, RankOrder
-from cppmega.recipe import Recipe, dsa_widths
+from cppmega.recipe import Recipe
 from cppmega.recipe.memory import Estimate, estimate
 from cppmega.recipe.run_options import RunOptions
+from cppmega.rules.rule import Run
+from cppmega.sizes import dsa_widths
 from cppmega.training import data_requirements
 from cppmega.training.batch import DataTokens
+from cppmega.training.requirements import IN_THE_CODE
 
 _SECONDS = 60.0
 """Limit for the first reading of a launch's datasets; a separate command may take longer."""
@@ -200,6 +206,36 @@ class Context:
         environ = self.rank_environment.items()
         variables = {name: value for name, value in environ if name.startswith(env.PREFIX)}
         return Namespace(**self.parsed_line.args, cppmega_variables=variables)
+
+    @property
+    def run(self) -> Run:
+        """The run as its rules see it.
+
+        Raises:
+            NotApplicable: nothing that Megatron parses is launched.
+            CppmegaError: the checkpoint from which it resumes cannot be read.
+        """
+        args, line = self.megatron_args, self.launch_line
+        load, saved = line.options.load, None
+        if load is not None and checkpoint_tracker.exists(load):
+            saved = checkpoint_files.shapes(load)
+        return Run(
+            args,
+            args.cppmega_variables,
+            saved=saved,
+            recipe=self.recipe,
+            words=line.flags,
+            pages=self.provided,
+            trainer=line.options,
+        )
+
+    @cached_property
+    def provided(self) -> ProvidedBy:
+        """What the pages in the code provide, and what the others would."""
+        verdicts, pages = self.plan.verdicts, self.session.pages
+        there = {name for name, verdict in verdicts.items() if verdict.state in IN_THE_CODE}
+        present = tuple(page for name, page in pages.items() if name in there)
+        return ProvidedBy(present, tuple(p for n, p in pages.items() if n not in there))
 
     @cached_property
     def allowance(self) -> Allowance:

@@ -9,7 +9,6 @@ from pathlib import Path
 from cppmega.host import command_words
 from cppmega.preflight.findings import NotApplicable
 from cppmega.recipe import Recipe
-from cppmega.recipe.fields import FORBIDDEN_ARGUMENTS
 from cppmega.recipe.render import Rendered, render
 from cppmega.recipe.run_options import RunOptions
 
@@ -36,9 +35,10 @@ class LaunchLine:
         """Variables that the trainer sets where the user has not."""
         return dict(self.rendered.environment) if self.rendered is not None else {}
 
-    def has(self, *flags: str) -> bool:
-        """Whether one of the arguments is in the line."""
-        return any(option.name in flags for option in command_words.read(self.argv))
+    @property
+    def flags(self) -> frozenset[str]:
+        """The names of the arguments in the line."""
+        return frozenset(option.name for option in command_words.read(self.argv))
 
     @classmethod
     def from_words(
@@ -82,12 +82,7 @@ class LaunchLine:
             smoke_loop.refuse_options(recipe.plus(*arguments), options)
             smoke_loop.folder_of(options.data, recipe)
             raise NotApplicable(f"{recipe.name} runs in its own loop: Megatron parses nothing")
-        # A recipe refuses these arguments; here they stay in the line, so that each has its own
-        # check.
-        kept: list[str] = []
-        refused: list[str] = []
-        for option in command_words.read(arguments):
-            (refused if option.name in FORBIDDEN_ARGUMENTS else kept).extend(option.words)
-        rendered = render(recipe.plus(*kept), version, options)
-        argv = (*rendered.argv, *refused)
-        return cls(argv, options, recipe.gpus, rendered, (*recipe.arguments, *arguments))
+        # Each of these has a check of its own, even if the recipe would refuse it.
+        rendered = render(recipe, version, options, further=arguments)
+        further = (*recipe.arguments, *arguments)
+        return cls(rendered.argv, options, recipe.gpus, rendered, further)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from cppmega.recipe import Recipe
 from cppmega.recipe import layer_pattern as patterns
+from cppmega.recipe.fields import Fields
 from cppmega.recipe.run_options import RunOptions
 
 Argument = tuple[str, tuple[str, ...]]
@@ -17,7 +17,7 @@ _NEVER = 1_000_000_000
 
 
 def arguments(
-    recipe: Recipe, line: tuple[int, int], options: RunOptions, eod: int | None
+    recipe: Fields, line: tuple[int, int], options: RunOptions, eod: int | None
 ) -> Iterator[Argument]:
     """Every argument of a start, with its values, in the order of the launch line.
 
@@ -41,7 +41,7 @@ def arguments(
     yield from _run(recipe, options)
 
 
-def _model(recipe: Recipe, line: tuple[int, int]) -> Iterator[Argument]:
+def _model(recipe: Fields, line: tuple[int, int]) -> Iterator[Argument]:
     layout = recipe.layout
     if recipe.kind == "hybrid":
         kept = layout.without(patterns.unknown_to(layout, line))
@@ -79,7 +79,7 @@ def _model(recipe: Recipe, line: tuple[int, int]) -> Iterator[Argument]:
         yield from _values(recipe, "mtp_loss_scaling_factor")
 
 
-def _can_attend(recipe: Recipe, line: tuple[int, int]) -> bool:
+def _can_attend(recipe: Fields, line: tuple[int, int]) -> bool:
     """Whether that release can build any of the recipe's latent attention."""
     if recipe.kind != "hybrid":
         return recipe.uses_mla
@@ -87,7 +87,7 @@ def _can_attend(recipe: Recipe, line: tuple[int, int]) -> bool:
     return bool(set("D+") & set(left.letters))
 
 
-def _latent(recipe: Recipe) -> Iterator[Argument]:
+def _latent(recipe: Fields) -> Iterator[Argument]:
     yield "--multi-latent-attention", ()
     yield "--rope-type", ("rope",)  # Megatron's default for MLA is yarn
     yield from _values(
@@ -106,7 +106,7 @@ def _latent(recipe: Recipe) -> Iterator[Argument]:
             yield "--dsa-kernel-backend", (recipe.dsa_kernel_backend,)
 
 
-def _experts(recipe: Recipe) -> Iterator[Argument]:
+def _experts(recipe: Fields) -> Iterator[Argument]:
     yield from _values(
         recipe,
         *("num_experts", "moe_router_topk", "moe_ffn_hidden_size"),
@@ -125,7 +125,7 @@ def _experts(recipe: Recipe) -> Iterator[Argument]:
         yield "--moe-layer-freq", (f"([0]*{dense}+[1]*{moe})",)
 
 
-def _states(recipe: Recipe, line: tuple[int, int]) -> Iterator[Argument]:
+def _states(recipe: Fields, line: tuple[int, int]) -> Iterator[Argument]:
     """Sizes with which Megatron's own FLOP count treats Mamba-3 as Mamba-2."""
     sizes = recipe.mamba3
     if sizes is None or "M" not in recipe.layout.letters or line < (0, 19):
@@ -136,7 +136,7 @@ def _states(recipe: Recipe, line: tuple[int, int]) -> Iterator[Argument]:
     yield "--mamba-num-heads", (str(sizes.heads(recipe.hidden_size)),)
 
 
-def _connections(recipe: Recipe, line: tuple[int, int]) -> Iterator[Argument]:
+def _connections(recipe: Fields, line: tuple[int, int]) -> Iterator[Argument]:
     if not recipe.uses_mhc or line < (0, 19):
         return
     yield "--enable-mhc-connections", ()
@@ -146,7 +146,7 @@ def _connections(recipe: Recipe, line: tuple[int, int]) -> Iterator[Argument]:
         yield "--use-fused-mhc", ()
 
 
-def _parallel(recipe: Recipe) -> Iterator[Argument]:
+def _parallel(recipe: Fields) -> Iterator[Argument]:
     yield from _values(
         recipe,
         *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
@@ -166,7 +166,7 @@ def _parallel(recipe: Recipe) -> Iterator[Argument]:
             yield _flag(name), ()
 
 
-def _training(recipe: Recipe) -> Iterator[Argument]:
+def _training(recipe: Fields) -> Iterator[Argument]:
     yield from _values(recipe, "micro_batch_size", "global_batch_size", "train_iters", "seed")
     yield from _values(recipe, "lr", "min_lr", "lr_decay_style", "lr_warmup_iters")
     # Megatron requires the warm-up to be shorter than the decay.
@@ -189,7 +189,7 @@ def _training(recipe: Recipe) -> Iterator[Argument]:
             yield "--cuda-graph-modules", recipe.cuda_graph_modules
 
 
-def _recompute(recipe: Recipe, line: tuple[int, int]) -> Iterator[Argument]:
+def _recompute(recipe: Fields, line: tuple[int, int]) -> Iterator[Argument]:
     modules = recipe.recompute_modules
     if not _can_attend(recipe, line):
         # Megatron refuses it in a model without latent attention.
@@ -199,7 +199,7 @@ def _recompute(recipe: Recipe, line: tuple[int, int]) -> Iterator[Argument]:
         yield "--recompute-modules", modules
 
 
-def _vocabulary(recipe: Recipe, line: tuple[int, int], eod: int | None) -> Iterator[Argument]:
+def _vocabulary(recipe: Fields, line: tuple[int, int], eod: int | None) -> Iterator[Argument]:
     # The data are token ids; Megatron only asks the tokenizer how many there are. NullTokenizer
     # of 0.17 adds one for the end of a document; since 0.18 an argument names it.
     known = recipe.vocab_size - (1 if line < (0, 18) else 0)
@@ -210,7 +210,7 @@ def _vocabulary(recipe: Recipe, line: tuple[int, int], eod: int | None) -> Itera
         yield "--null-tokenizer-eod-id", (str(eod),)
 
 
-def _run(recipe: Recipe, options: RunOptions) -> Iterator[Argument]:
+def _run(recipe: Fields, options: RunOptions) -> Iterator[Argument]:
     yield "--eval-iters", (str(recipe.eval_iters),)
     yield "--eval-interval", (str(recipe.eval_interval or _NEVER),)
     yield "--log-interval", (str(options.log_interval),)
@@ -251,7 +251,7 @@ def _run(recipe: Recipe, options: RunOptions) -> Iterator[Argument]:
         yield "--wandb-save-dir", (str((options.save or Path()) / "wandb"),)
 
 
-def _values(recipe: Recipe, *names: str) -> Iterator[Argument]:
+def _values(recipe: Fields, *names: str) -> Iterator[Argument]:
     """Arguments named like their field; None leaves Megatron's default."""
     for name in names:
         value = getattr(recipe, name)

@@ -11,13 +11,13 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from cppmega.errors import CppmegaError
-from cppmega.features import environment_sizes
-from cppmega.features.dsa import loss_schedule as dsa_loss_schedule
-from cppmega.features.embeddings.sizes import NgramHash, Structure
-from cppmega.features.environment_sizes import Count, Positive, PositiveReal
-from cppmega.features.mixers.sizes import M2RNN, Mamba3
 from cppmega.host import env
 from cppmega.recipe import layer_pattern as patterns
+from cppmega.sizes import dsa_loss
+from cppmega.sizes import stated as environment_sizes
+from cppmega.sizes.embeddings import NgramHash, Structure
+from cppmega.sizes.mixers import M2RNN, Mamba3
+from cppmega.sizes.stated import Count, Positive, PositiveReal
 
 Kind = Literal["hybrid", "gpt", "loop"]
 """`hybrid` and `gpt` run Megatron's `pretrain`; `loop` is our own loop, which runs on CPU."""
@@ -31,9 +31,6 @@ Sequences = Annotated[int, Meta(ge=1, le=2**20)]
 NonNegativeReal = Annotated[float, Meta(ge=0)]
 Decay = Annotated[float, Meta(ge=0, lt=1)]
 """Decay of a running average: at 1, it would never forget."""
-
-FORBIDDEN_ARGUMENTS = ("--no-check-for-nan-in-loss-and-grad", "--mock-data", "--fp16")
-"""No recipe may contain these: NaN checks stay on, and only a start can request mock data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +257,7 @@ class Fields:
         steps, pattern = self.dsa_dense_loss_steps, self.dsa_index_pattern
         letters = self.layout.letters
         stated = {
-            dsa_loss_schedule.STEPS: str(steps) if steps else "",
+            dsa_loss.STEPS: str(steps) if steps else "",
             env.DSA_INDEX_PATTERN.name: pattern,
             env.NGRAM_HASH.name: environment_sizes.text(self.ngram_hash),
             env.STRUCTURE.name: environment_sizes.text(self.structure),

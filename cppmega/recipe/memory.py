@@ -16,8 +16,8 @@ from cppmega.recipe.arithmetic import (
     parameters,
     routed_parameters,
 )
-from cppmega.recipe.dsa_widths import Widths, supported
 from cppmega.recipe.layer_pattern import OWN
+from cppmega.sizes.dsa_widths import Widths, supported
 
 GIB = 2**30
 _CONTEXT = 2 * GIB

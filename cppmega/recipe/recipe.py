@@ -10,10 +10,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from cppmega.errors import CppmegaError, closest, suggestion
-from cppmega.features.embeddings.sizes import NgramHash, Structure
-from cppmega.features.mixers.sizes import M2RNN, Mamba3
 from cppmega.recipe import field_types, validate
 from cppmega.recipe.fields import Fields, GraphPool
+from cppmega.sizes.embeddings import NgramHash, Structure
+from cppmega.sizes.mixers import M2RNN, Mamba3
 
 __all__ = ["M2RNN", "GraphPool", "Mamba3", "NgramHash", "Recipe", "Structure"]
 

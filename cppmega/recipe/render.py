@@ -75,7 +75,11 @@ def release_line(version: str) -> tuple[int, int]:
 
 
 def render(
-    recipe: Recipe, version: str, options: RunOptions | None = None, eod: int | None = None
+    recipe: Recipe,
+    version: str,
+    options: RunOptions | None = None,
+    eod: int | None = None,
+    further: tuple[str, ...] = (),
 ) -> Rendered:
     """The arguments for Megatron's parser.
 
@@ -84,6 +88,7 @@ def render(
         version: of the installed megatron-core.
         options: of this start; None: the defaults.
         eod: id of the token that ends a document, where the data states it.
+        further: arguments after the recipe's own, which no rule has been asked about.
 
     Raises:
         CppmegaError: `recipe-is-a-loop`, `version-unknown`, `training-not-in-wheel`.
@@ -104,7 +109,7 @@ def render(
             words.append(f"{name}={values[0]}")  # a pattern may begin with -, the letter of an MLP
         elif name:
             words += [name, *values]
-    for argument in recipe.arguments:
+    for argument in (*recipe.arguments, *further):
         words.append(_name(argument, line) or argument)
     environment = (*recipe.variables, *recipe.environment)
     if recipe.tensor_model_parallel_size > 1:

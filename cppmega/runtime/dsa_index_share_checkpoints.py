@@ -7,23 +7,11 @@ untrained.
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
-from cppmega.errors import CppmegaError
-from cppmega.host import env
-
-_WEIGHT = re.compile(r"(.*)\.core_attention\.indexer\.")
-_STACKED = re.compile(r"(.*\.layers)\.(?!\d)")
-"""A tensor that stacks one weight of all layers, as homogeneous models are saved."""
-
-
-def indexed_layers(names: Iterable[str]) -> list[str]:
-    """The attentions that have an indexer, in order; optimizer entries are ignored."""
-    weights = (None if name.startswith("optimizer.") else _WEIGHT.match(name) for name in names)
-    return list(dict.fromkeys(weight[1] for weight in weights if weight is not None))
+from cppmega.rules.dsa_sharing import indexed_layers, not_saved
 
 
 def compare(asked: Iterable[str], saved: Callable[[], Iterable[str]]) -> None:
@@ -45,25 +33,6 @@ def compare(asked: Iterable[str], saved: Callable[[], Iterable[str]]) -> None:
         raise not_saved(missing, held)
     shared = (layer for layer in held if layer not in mine)
     _warn_of_skipped([at for at in shared if any(name.startswith(f"{at}.") for name in asked)])
-
-
-def not_saved(layers: Iterable[str], held: Iterable[str]) -> CppmegaError:
-    """The error for indexers that a checkpoint lacks.
-
-    Args:
-        layers: the attentions whose indexer is missing.
-        held: those whose indexer the checkpoint has.
-    """
-    stacked = any(_STACKED.match(f"{layer}.") for layer in held)
-    return CppmegaError(
-        "dsa-indexer-not-saved",
-        f"The checkpoint has no weights for the indexers of {', '.join(layers)}."
-        + (" It holds those of all layers in one tensor each." if stacked else ""),
-        "These layers would choose keys at random: it was saved by a model in which they share "
-        "keys, or in another layout.",
-        f"train with the sharing that it was saved with ({env.INDEX_CACHE.name}=1 "
-        f"{env.DSA_INDEX_PATTERN.name}=..., or --dsa-indexer-topk-freq)",
-    )
 
 
 def _warn_of_skipped(layers: list[str]) -> None:

@@ -46,7 +46,7 @@ def pretrain(plan: TrainingPlan) -> None:
     """Hand over to Megatron's training loop; returns when it has ended.
 
     Raises:
-        CppmegaError: `no-gpu`, `argument-refused`, and what `check_arguments` raises.
+        CppmegaError: `no-gpu`, `argument-refused`, and the rules that are broken.
     """
     started = time.time()
     import torch

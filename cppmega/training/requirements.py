@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,7 @@ from typing import Any
 from cppmega.checkpoints import files as checkpoint_files
 from cppmega.checkpoints import tracker as checkpoint_tracker
 from cppmega.errors import CppmegaError
-from cppmega.features.embeddings import sizes as input_embedding_sizes
-from cppmega.features.mixers import sizes as mixer_sizes
-from cppmega.host import allocator, env
+from cppmega.host import allocator, command_words, env
 from cppmega.host.wording import counted
 from cppmega.overlay import receipt
 from cppmega.overlay.verbs import Session
@@ -26,6 +25,8 @@ from cppmega.overlay.wanted import wanted_patches
 from cppmega.recipe import Recipe
 from cppmega.recipe.render import Rendered
 from cppmega.recipe.run_options import RunOptions
+from cppmega.rules import RULES
+from cppmega.rules.rule import Run, check
 from cppmega.tree.installed import Tree
 
 
@@ -266,79 +267,10 @@ def set_environment(variables: Sequence[tuple[str, str]]) -> None:
 
 
 def check_arguments(recipe: Recipe, options: RunOptions, args: Any) -> None:
-    """Check those parsed arguments in which a run has claimed something that it did not do.
+    """Check the parsed arguments, in which a run may have claimed something that it did not do.
 
     Raises:
-        CppmegaError: `nan-checks-off`, `precision-differs`, `mock-data-differs`, `not-supported`,
-            `input-embeddings-not-supported`, `mixer-not-supported`, `mamba3-heads`,
-            `mamba3-tensor-parallel`.
+        CppmegaError: the first of `cppmega.rules` that is broken.
     """
-    for obstacle in input_embedding_sizes.obstacles(args) if recipe.adds_to_embedding else ():
-        raise obstacle
-    for obstacle in mixer_sizes.obstacles(args, dict(recipe.variables)):
-        raise obstacle
-    check_nan(args)
-    check_precision(recipe, args)
-    check_mock_data(options, args.mock_data)
-    check_context(args)
-
-
-def check_mock_data(options: RunOptions, parsed: bool) -> None:
-    """Check that Megatron uses mock data if and only if the trainer was told to.
-
-    Raises:
-        CppmegaError: `mock-data-differs`.
-    """
-    if parsed != options.mock_data:
-        raise CppmegaError(
-            "mock-data-differs",
-            f"--mock-data is {options.mock_data} for the trainer and {parsed} for Megatron.",
-            "Results must name their data.",
-            "pass --mock-data only to the trainer",
-        )
-
-
-def check_context(args: Any) -> None:
-    """Check that a sequence is on one rank.
-
-    Raises:
-        CppmegaError: `not-supported`.
-    """
-    if args.context_parallel_size != 1:
-        raise CppmegaError(
-            "not-supported",
-            f"context_parallel_size={args.context_parallel_size}.",
-            "This trainer does not split a sequence over ranks: all would see all of it.",
-            "leave --context-parallel-size out",
-        )
-
-
-def check_nan(args: Any) -> None:
-    """Check that Megatron's checks of loss and gradient are on.
-
-    Raises:
-        CppmegaError: `nan-checks-off`.
-    """
-    if not args.check_for_nan_in_loss_and_grad:
-        raise CppmegaError(
-            "nan-checks-off",
-            "The NaN checks of loss and gradient are off.",
-            "A run full of NaN gradients looks like a fast one.",
-            "leave out whatever switches them off",
-        )
-
-
-def check_precision(recipe: Recipe, args: Any) -> None:
-    """Check that the arguments train in the precision that the recipe names.
-
-    Raises:
-        CppmegaError: `precision-differs`.
-    """
-    if not args.bf16 or (args.fp8 is not None) != (recipe.precision == "fp8"):
-        found = f"bf16={args.bf16}, fp16={args.fp16}, fp8={args.fp8}"
-        raise CppmegaError(
-            "precision-differs",
-            f"Recipe {recipe.name} declares {recipe.precision}; the arguments mean {found}.",
-            "The result would be filed under a precision it did not have.",
-            "recipe.with_(precision=...) instead of an argument",
-        )
+    words = {option.name for option in command_words.read(sys.argv)}
+    check(RULES, Run(args, os.environ, recipe=recipe, words=words, trainer=options))

@@ -89,7 +89,7 @@ BUGS = {
     8: "dsa_indexer_kernels",
     9: "dsa_indexer_kernels",
     10: "dsa_unfused_memory",
-    11: "dsa_backend",
+    11: "rules",
     12: "dsa_sparse_mla_widths",
     13: "dsa_host_syncs",
     14: "dsa_host_syncs",

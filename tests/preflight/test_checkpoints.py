@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from cppmega.checkpoints.tracker import TRACKER
+from cppmega.preflight import examine as preflight
 from cppmega.preflight.context import Context
+from cppmega.preflight.findings import Finding
 from tests.preflight.contexts import SLICE, SMOKE, holds, launch, parsed, refuses, says_nothing
 from tests.preflight.datasets import on
 from tests.support import patched, pristine
@@ -85,35 +87,19 @@ def test_a_checkpoint_that_says_nothing_still_has_shapes(tmp_path: Path) -> None
 def test_what_an_applied_page_cannot_serve(tmp_path: Path) -> None:
     mamba = {"bf16": True, "hybrid_layer_pattern": "M*"}
     fresh = tmp_path / "fresh"
-    assert "float16_keep_fp32" in holds("page_limits", resumed(fresh, **mamba))
+
+    def broken(context: Context) -> dict[str, Finding]:
+        """The errors that depend on pages or on the checkpoint, by name."""
+        found = {one.name: one for one in preflight.answers("rules", context)}
+        return {n: found[n] for n in found if n in ("unsupported", "checkpoint-of-split-optimizer")}
+
+    assert not broken(resumed(fresh, **mamba))
     aware = {"use_precision_aware_optimizer": True}
-    refuses("page_limits", "kept-fp32-precision-aware", resumed(fresh, **mamba, **aware))
-    holds("page_limits", resumed(fresh, bf16=True, hybrid_layer_pattern="*-", **aware))
+    assert "float16_keep_fp32" in broken(resumed(fresh, **mamba, **aware))["unsupported"].what
+    assert not broken(resumed(fresh, bf16=True, hybrid_layer_pattern="*-", **aware))
     unpatched = launch(None, "--lr", "1", root=pristine("0.19.2"))
     unpatched.__dict__["process"] = parsed({**mamba, **aware})
-    says_nothing("page_limits", unpatched)
-
-    sizes = {"dsa_indexer_n_heads": 32, "dsa_indexer_head_dim": 64}
-    sizes |= {"kv_lora_rank": 64, "qk_pos_emb_head_dim": 64, "dsa_indexer_loss_coeff": 0}
-    sizes["dsa_kernel_backend"] = "none"
-    sparse: dict[str, Any] = {
-        "bf16": True,
-        "fp16": False,
-        "experimental_attention_variant": "dsa",
-        "num_layers": 2,
-        **sizes,
-    }
-    holds("page_limits", resumed(fresh, **sparse))
-    for change, what in (({"bf16": False}, "fp32"), ({"dsa_indexer_n_heads": 192}, "192")):
-        found = refuses(
-            "page_limits", "dsa-indexer-kernels-decline", resumed(fresh, **sparse | change)
-        )
-        assert what in found.what
-        cudnn = resumed(fresh, **sparse | change | {"dsa_kernel_backend": "cudnn"})
-        if "bf16" in change:  # neither has that backend
-            refuses("page_limits", "dsa-backend-cannot-run", cudnn)
-        else:
-            holds("page_limits", cudnn)
+    assert not broken(unpatched)
 
     bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_1.dtype_({0}, {0}).bucket_idx_0.param"
     moment, copy = (
@@ -128,13 +114,11 @@ def test_what_an_applied_page_cannot_serve(tmp_path: Path) -> None:
         )
     ):
         checkpoint(tmp_path / str(at), dict.fromkeys(names, 4))
-        context = resumed(tmp_path / str(at), **mamba)
-        if not way_out:
-            holds("page_limits", context)
-            continue
-        found = refuses("page_limits", "checkpoint-of-split-optimizer", context)
-        assert names[0] in found.what and way_out in found.next
-        holds("page_limits", resumed(tmp_path / str(at), **mamba, no_load_optim=True))
+        found = broken(resumed(tmp_path / str(at), **mamba))
+        assert bool(found) == bool(way_out)
+        for error in found.values():
+            assert names[0] in error.what and way_out in error.next
+        assert not broken(resumed(tmp_path / str(at), **mamba, no_load_optim=True))
 
 
 def of_the_loop(**other: int) -> dict[str, tuple[int, ...]]:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
+from cppmega.host import packages
 from cppmega.preflight import examine as preflight
-from cppmega.preflight.checks import dsa_backend
 from cppmega.preflight.context import Context
 from cppmega.preflight.messages import ParsedLine, RankAnswer
 from cppmega.recipe import Recipe
@@ -231,9 +231,7 @@ def test_lines_that_the_parser_takes(line: Any) -> None:
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_no_recipe_of_the_whole_model_is_refused(line: Any, name: str) -> None:
-    for check in ("recipe_complete", "line_parses", "page_limits", "ineffective_arguments"):
-        holds(check, line(name))
-    for check in ("precision", "nan_checks", "dsa_backend", "trainer_limits"):
+    for check in ("recipe_complete", "line_parses", "rules"):
         holds(check, line(name))
 
 
@@ -272,12 +270,11 @@ def test_values_that_a_script_sets_later(line: Any) -> None:
     assert found.next.startswith("add --micro-batch-size;")
     (left,) = preflight.answers("line_parses", line("of any script that sets more"))
     assert left.is_remark and "ends at --micro-batch-size" in left.what
-    (left,) = preflight.answers("mock_data", line("of any script without data"))
-    assert left.is_remark and "no data" in left.what
-    (left,) = preflight.answers("precision", line("of any script without precision"))
-    assert left.is_remark and "states none" in left.what
-    (left,) = preflight.answers("ineffective_arguments", line("of any script without precision"))
-    assert left.is_remark and "--save-interval has no effect" in left.what
+    (left,) = preflight.answers("rules", line("of any script without data"))
+    assert left.is_remark and "names neither data" in left.what
+    (left,) = preflight.answers("rules", line("of any script without precision"))
+    assert left.is_remark and "neither --bf16" in left.what
+    assert "--save-interval has no effect" in left.what
 
 
 def test_values_that_megatron_would_refuse_in_every_rank(
@@ -291,41 +288,6 @@ def test_values_that_megatron_would_refuse_in_every_rank(
     assert "CUDA_DEVICE_MAX_CONNECTIONS" in found.what
 
 
-def test_arguments_without_effect(line: Any) -> None:
-    for name in ("slice", "raw", "v3.2", "graphs", "fp8 recipe", "profiled", "older spellings"):
-        holds("ineffective_arguments", line(name))
-    found = refuses("ineffective_arguments", "argument-without-effect", line("scope"))
-    assert "--cuda-graph-modules" in found.what and "--cuda-graph-impl" in found.what
-    refuses("ineffective_arguments", "argument-without-effect", line("groups"))
-    holds("ineffective_arguments", line("fused down projection"))
-    found = refuses("ineffective_arguments", "argument-without-effect", line("nothing to fuse"))
-    assert "--mla-down-proj-fusion" in found.what
-
-
-def test_nan_checks(line: Any) -> None:
-    holds("nan_checks", line("slice"))
-    refuses("nan_checks", "nan-checks-off", line("nan"))
-
-
-def test_precision(line: Any) -> None:
-    assert holds("precision", line("slice")) == "bf16"
-    assert "fp8" in holds("precision", line("fp8 recipe"))
-    refuses("precision", "precision-differs", line("fp8"))
-    refuses("precision", "precision-not-stated", line("no precision"))
-
-
-def test_mock_data(line: Any) -> None:
-    assert "MOCK" in holds("mock_data", line("slice"))
-    assert holds("mock_data", line("data")) == "real data"
-    refuses("mock_data", "mock-data-unmarked", line("no data"))
-
-
-def test_what_our_trainer_does_not_do(line: Any) -> None:
-    holds("trainer_limits", line("slice"))
-    refuses("trainer_limits", "not-supported", line("context"))
-    says_nothing("trainer_limits", line("raw"))
-
-
 def unpatched(line: Any, name: str) -> Context:
     """A launch on a Megatron without the pages of DSA."""
     asked = of_tree(CASES[name], patched("0.19.2", "dataset_helpers_prebuilt"))
@@ -333,42 +295,80 @@ def unpatched(line: Any, name: str) -> Context:
     return asked
 
 
+RULES = {
+    "slice": (),
+    "raw": (),
+    "v3.2": (),
+    "small graphs": (),
+    "fp8 recipe": (),
+    "fused down projection": (),
+    "fused": (),
+    "tilelang": (),
+    "dense loss": (),
+    "heads and keys": (),
+    "no backend": (),
+    "recipe without backend": (),
+    "graphs of padded experts": (),
+    "graphs of routers": (),
+    "profiled": (),
+    "older spellings": (),
+    "overlap of a gpt": (),
+    "data": (),
+    "scope": (("argument-without-effect", "--cuda-graph-modules", "--cuda-graph-impl"),),
+    "groups": (("argument-without-effect", "--num-query-groups"),),
+    "nothing to fuse": (("argument-without-effect", "--mla-down-proj-fusion"),),
+    "nan": (("nan-checks-off",),),
+    "fp8": (("precision-differs", "declares bf16"),),
+    "no precision": (("precision-not-stated",),),
+    "no data": (("mock-data-unmarked",),),
+    "context": (("unsupported", "--context-parallel-size", "trainer"),),
+    "unfused backend": (("unsupported", "--attention-backend unfused", "tilelang"),),
+    "graphs of layers": (("unsupported", "drop no tokens", "CUDA graphs"),),
+    "graphs of experts": (("unsupported", "drop no tokens", "CUDA graphs"),),
+    "graphs of packs": (
+        ("unsupported", "acked_documents", "CUDA graphs"),
+        ("unsupported", "drop no tokens", "CUDA graphs"),
+    ),
+    "overlap": (("unsupported", "More than one MTP depth"), ("unsupported", "A hybrid model")),
+    "overlap of one": (("unsupported", "A hybrid model"),),
+    "fp8 heads": (),
+}
+"""Line -> the errors of the rules that it breaks, each with words of what happened."""
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_of_a_line(line: Any, name: str) -> None:
+    found = [one for one in preflight.answers("rules", line(name)) if one.state == "failed"]
+    assert [one.name for one in found] == [error for error, *_ in RULES[name]], found
+    for one, (_, *words) in zip(found, RULES[name], strict=True):
+        assert all(word in one.what for word in words), one.what
+
+
+def test_what_a_line_without_a_broken_rule_is_told(line: Any) -> None:
+    assert "MOCK" in holds("rules", line("slice"))
+    assert "MOCK" not in holds("rules", line("data"))
+    assert "DSA by cppmega's kernels" in holds("rules", line("no backend"))
+    assert "DSA by tilelang" in holds("rules", line("fused"))
+    assert "unfused Megatron" in holds("rules", unpatched(line, "slice"))
+
+
 def test_dsa_backends_that_would_decline(line: Any) -> None:
-    assert "tilelang supports" in holds("dsa_backend", line("v3.2"))
-    assert "tilelang supports" in holds("dsa_backend", line("fused"))
-    for name in ("tilelang", "dense loss", "heads and keys"):
-        assert "tilelang supports" in holds("dsa_backend", line(name))
-    assert "cppmega's kernels" in holds("dsa_backend", line("slice"))
-    for name in ("no backend", "recipe without backend"):
-        assert "cppmega's kernels" in holds("dsa_backend", line(name))
-    assert "unfused, as the line asks" in holds("dsa_backend", unpatched(line, "slice"))
-    found = refuses("dsa_backend", "dsa-backend-declines", unpatched(line, "fused"))
+    found = refuses("rules", "dsa-backend-declines", unpatched(line, "fused"))
     assert "128 and 64" in found.what and "GiB" in found.what
     assert "dsa_sparse_mla_widths or dsa_attention_kernels" in found.what
-    found = refuses("dsa_backend", "dsa-backend-declines", line("unfused backend"))
-    assert "--attention-backend" in found.what
-    sizes = preflight.answers("dsa_backend", unpatched(line, "heads and keys"))
+    sizes = preflight.answers("rules", unpatched(line, "heads and keys"))
     said = " ".join(one.what for one in sizes)
     assert "24 heads" in said and "200 keys" in said
-    found = refuses("dsa_backend", "dsa-backend-declines", unpatched(line, "dense loss"))
+    found = refuses("rules", "dsa-backend-declines", unpatched(line, "dense loss"))
     assert "dense" in found.what and "dsa_indexer_kernels" in found.what
-    refuses("dsa_backend", "dsa-unfused", unpatched(line, "no backend"))
-    refuses("dsa_backend", "dsa-unfused", unpatched(line, "recipe without backend"))
-    says_nothing("dsa_backend", line("raw"))
+    refuses("rules", "dsa-unfused", unpatched(line, "no backend"))
+    refuses("rules", "dsa-unfused", unpatched(line, "recipe without backend"))
 
 
 def test_cuda_graphs_that_do_not_fit(line: Any) -> None:
-    assert "GiB" in refuses("cuda_graphs", "graph-pool-does-not-fit", line("graphs")).what
-    assert "pool" in holds("cuda_graphs", line("small graphs"))
-    says_nothing("cuda_graphs", line("slice"))
-
-
-def test_cuda_graphs_of_what_cannot_be_captured(line: Any) -> None:
-    for name in ("graphs of layers", "graphs of experts"):
-        refuses("cuda_graphs", "graph-of-dropless-experts", line(name))
-    for name in ("graphs of padded experts", "graphs of routers"):
-        holds("cuda_graphs", line(name))
-    refuses("cuda_graphs", "graph-of-packed-documents", line("graphs of packs"))
+    assert "GiB" in refuses("graph_pool", "graph-pool-does-not-fit", line("graphs")).what
+    assert "pool" in holds("graph_pool", line("small graphs"))
+    says_nothing("graph_pool", line("slice"))
 
 
 @pytest.mark.parametrize(
@@ -378,24 +378,10 @@ def test_cuda_graphs_of_what_cannot_be_captured(line: Any) -> None:
 def test_compilers_that_merge_shared_memory_in_use(
     line: Any, monkeypatch: pytest.MonkeyPatch, version: str, wrong: bool
 ) -> None:
-    monkeypatch.setattr(dsa_backend.stack, "version", {"tilelang": version}.get)
-    holds("dsa_backend", line("slice"))  # TileLang is installed, and nothing uses it
+    monkeypatch.setattr(packages, "version", {"tilelang": version}.get)
+    holds("rules", line("slice"))  # TileLang is installed, and nothing uses it
     if not wrong:
-        holds("dsa_backend", line("fused"))
+        holds("rules", line("fused"))
         return
-    found = refuses("dsa_backend", "tilelang-miscompiles", line("fused"))
+    found = refuses("rules", "tilelang-miscompiles", line("fused"))
     assert version in found.what and "tilelang==0.1.8" in found.next
-
-
-def test_expert_overlap(line: Any) -> None:
-    refuses("expert_overlap", "expert-overlap-with-mtp", line("overlap"))
-    found = refuses("expert_overlap", "expert-overlap-in-hybrid", line("overlap of one"))
-    assert "182 TFLOP/s" in found.what and "cppmega explain" in found.next
-    assert "0 MTP" in holds("expert_overlap", line("overlap of a gpt"))
-    says_nothing("expert_overlap", line("slice"))
-
-
-def test_fp8_heads(line: Any) -> None:
-    refuses("fp8_heads", "fp8-heads", line("fp8 heads"))
-    assert "32 heads" in holds("fp8_heads", line("fp8 recipe"))
-    says_nothing("fp8_heads", line("slice"))

@@ -66,7 +66,7 @@ def test_stages_are_those_that_the_pattern_marks_or_equally_long() -> None:
         ({"virtual_pipeline_model_parallel_size": 2}, "recipe-invalid", "without pipeline ranks"),
         ({**VIRTUAL, "pattern": "DE|M-/+-"}, "bad-pattern", "marks 2 stages"),
         ({**VIRTUAL, "pattern": "DEM-M/+-"}, "bad-pattern", "does not divide evenly"),
-        ({**VIRTUAL, "pattern": "DE||M|-/+-"}, "bad-pattern", "one of them empty"),
+        ({**VIRTUAL, "pattern": "DE||M|-/+-"}, "bad-pattern", "has an empty stage"),
         ({**PIPELINE, "pattern": "DE|M|-|E/+-"}, "bad-pattern", "PP 2 x VPP 1 = 2 stages"),
         ({"pattern": "DE|M-/+-"}, "bad-pattern", "PP 1 x VPP 1 = 1 stages"),
         (
@@ -74,10 +74,10 @@ def test_stages_are_those_that_the_pattern_marks_or_equally_long() -> None:
             "recipe-invalid",
             "3 micro-batches per step on 2 ranks",
         ),
-        ({**VIRTUAL, "mhc_num_residual_streams": 4}, "recipe-invalid", "virtual pipeline stages"),
+        ({**VIRTUAL, "mhc_num_residual_streams": 4}, "unsupported", "Virtual pipeline stages"),
         (
             {**VIRTUAL, "dsa_index_pattern": "FSSFSSFSS"},
-            "recipe-invalid",
+            "dsa-index-share-stage",
             "Chosen keys do not cross pipeline stages",
         ),
     ],
@@ -107,7 +107,7 @@ def test_layers_of_a_gpt_divide_into_its_stages() -> None:
 def test_nine_full_layers_may_begin_any_stage() -> None:
     shared = WHOLE.with_(dsa_index_pattern="FSSFSSFSS")
     for layout in (PIPELINE, VIRTUAL):
-        with pytest.raises(CppmegaError, match="recipe-invalid"):
+        with pytest.raises(CppmegaError, match="dsa-index-share-stage"):
             shared.with_(**layout)
         assert shared.with_(dsa_index_pattern="F" * 9, **layout).indexers == 9
 

@@ -92,7 +92,7 @@ def test_a_broken_pattern_says_where(changes: dict[str, str], said: str) -> None
         ({"hidden_size": 4100}, "hidden_size=4100"),
         ({"moe_ffn_hidden_size": 900}, "moe_ffn_hidden_size=900"),
         ({"precision": "fp8", "ffn_hidden_size": 21512}, "ffn_hidden_size=21512"),
-        ({"precision": "fp8", "num_attention_heads": 12}, "num_attention_heads=12"),
+        ({"precision": "fp8", "num_attention_heads": 12}, "12 attention heads"),
     ],
 )
 def test_a_broken_width_names_the_next_one_that_fits(
@@ -127,15 +127,8 @@ def test_a_broken_width_names_the_next_one_that_fits(
         {"num_layers": 4},
         {"hidden_size": 0},
         {"lr_decay_style": "sawtooth"},
-        {"recompute_modules": ("mhc",)},
-        {"mhc_num_residual_streams": 4, "cuda_graph_impl": "local"},
-        {"mhc_num_residual_streams": 4, "recompute_modules": ("mhc", "mlp")},
         {"mhc_num_residual_streams": 3},  # the kernels have 2, 4 and 8
         {"mhc_num_residual_streams": 0},
-        {"dsa_index_pattern": "SF"},
-        {"dsa_index_pattern": "FSS"},  # two DSA layers in the trunk of the slice
-        {"dsa_index_pattern": "FS", "gpus": 2, "pipeline_model_parallel_size": 2},
-        {"dsa_index_pattern": "FS", "gpus": 2, "pattern": "DE+E|DE", **PIPELINE},
         {"micro_batch_size": True},
         {"use_distributed_optimizer": 1},
         {"patches": ["dataset_helpers_prebuilt"]},
@@ -172,11 +165,28 @@ def test_contradictions_are_refused(changes: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("mhc-not-enabled", {"recompute_modules": ("mhc",)}),
+        ("dsa-index-pattern-invalid", {"dsa_index_pattern": "SF"}),
+        ("dsa-index-pattern-invalid", {"dsa_index_pattern": "FSS"}),  # for two DSA layers
+        (
+            "dsa-index-share-stage",
+            {"dsa_index_pattern": "FS", "gpus": 2, "pattern": "DE+E|DE", **PIPELINE},
+        ),
+    ],
+)
+def test_a_rule_about_arguments_has_its_own_name(name: str, changes: dict[str, object]) -> None:
+    refused(name, **changes)
+
+
+@pytest.mark.parametrize(
     ("changes", "added", "said"),
     [
         ({"precision": "fp8"}, (), "--fp8-format"),
-        ({"cuda_graph_impl": "local"}, (), "--cuda-graph-impl"),
-        ({"recompute_modules": ("mhc", "mlp")}, (), "--recompute-modules mlp"),
+        ({"cuda_graph_impl": "local"}, (), "--cuda-graph-impl local"),
+        ({"recompute_modules": ("mhc", "mlp")}, (), "--recompute-modules mhc mlp"),
+        ({"gates": (("CPPMEGA_MAMBA_RECOMPUTE", "1"),)}, (), "CPPMEGA_MAMBA_RECOMPUTE"),
         ({}, ("--fp32-residual-connection",), "--fp32-residual-connection"),
         ({}, ("--hidden-dropout", "0.1"), "--hidden-dropout"),
         ({}, ("--context-parallel-size=2",), "--context-parallel-size"),
@@ -188,7 +198,7 @@ def test_what_hyper_connections_do_not_support_is_refused(
     streams = recipes_index.load("gpt_mhc_h200")
     with pytest.raises(CppmegaError) as caught:
         streams.with_(**changes).plus(*added)
-    assert caught.value.name == "recipe-invalid" and said in caught.value.what
+    assert caught.value.name == "unsupported" and said in caught.value.what
     assert streams.plus("--hidden-dropout", "0.0", "--context-parallel-size", "1")
 
 
@@ -204,7 +214,7 @@ def test_a_recipe_names_the_dsa_layers_that_share_keys() -> None:
     gpt = {"kind": "gpt", "pattern": "", "attention": "dsa", "gpus": 2, **PIPELINE}
     assert SLICE.with_(**gpt, num_layers=4, dsa_index_pattern="FSFS").indexers == 2
     assert "layers 3 are Shared" in (
-        refused("recipe-invalid", **gpt, num_layers=4, dsa_index_pattern="FSSF").what
+        refused("dsa-index-share-stage", **gpt, num_layers=4, dsa_index_pattern="FSSF").what
     )
 
 

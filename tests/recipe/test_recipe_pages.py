@@ -10,9 +10,9 @@ import pytest
 from cppmega.catalogue import loader as catalogue
 from cppmega.errors import CppmegaError
 from cppmega.overlay.wanted import provided, wanted_patches
-from cppmega.recipe import dsa_widths
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.memory import estimate
+from cppmega.sizes import dsa_widths
 
 
 def test_a_recipe_wants_the_pages_that_its_fields_mean_nothing_without() -> None:

@@ -20,13 +20,12 @@ Numerics: none (bitwise) where stock can load. Files are the same with and witho
     `--ckpt-format torch`.
 """
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cppmega.catalogue.megatron_args import has_experts
 from cppmega.edits import inserting
-from cppmega.errors import CppmegaError
 from cppmega.page import Edit, Patch, Source
+from cppmega.rules.rule import Rule
 
 TARGET = "megatron/core/optimizer/optimizer.py:ChainedOptimizer.load_state_dict"
 
@@ -99,29 +98,16 @@ def _cppmega_in_this_layout(optimizers, state_dict):  # type: ignore[no-untyped-
     return states[0] if len(states) == 1 else dict(enumerate(states))
 
 
-def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
-    """Refuse states that were saved by bucket in the other layout."""
-    if (
-        any(getattr(args, name, None) for name in ("no_load_optim", "finetune"))
-        or not getattr(args, "use_distributed_optimizer", False)
-        or not has_experts(args)
-    ):
-        return
-    chained = any(name.startswith("chained_0.") for name in saved)
-    alone = any(name.startswith("optimizer.distributed.") for name in saved)
-    size = getattr(args, "expert_model_parallel_size", None) or 1
-    if (alone and size > 1) or (chained and size == 1 and not _splits_dense(args)):
-        one, several = "one distributed optimizer", "several distributed optimizers"
-        was, now = (one, several) if alone else (several, one)
-        yield CppmegaError(
-            "optimizer-of-another-expert-layout",
-            f"The checkpoint's optimizer states were saved by {was}, by bucket, and with "
-            f"--expert-model-parallel-size {size} {now} would have to load them.",
-            "With expert parallelism, a second optimizer has the experts, so the buckets differ, "
-            "and every rank would fail because of missing keys.",
-            "resume once with the expert-parallel size with which it was saved and "
-            "--dist-ckpt-optim-fully-reshardable, save, and resume from that; or --no-load-optim",
-        )
+def _saved_by_bucket_in_another_layout(run: Any) -> object:
+    if run.no_load_optim or run.finetune or not run.use_distributed_optimizer:
+        return False
+    chained = any(name.startswith("chained_0.") for name in run.saved)
+    alone = any(name.startswith("optimizer.distributed.") for name in run.saved)
+    size = run.expert_model_parallel_size or 1
+    one, several = "one distributed optimizer", "several distributed optimizers"
+    was, now = (one, several) if alone else (several, one)
+    differs = (alone and size > 1) or (chained and size == 1 and not _splits_dense(run))
+    return has_experts(run) and differs and {"was": was, "now": now, "size": size}
 
 
 def _splits_dense(args: Any) -> bool:
@@ -161,7 +147,19 @@ PATCH = Patch(
         ),
     ),
     reached="never",
-    refuses=refuses,
+    rules=(
+        Rule(
+            concerns="optimizer states by bucket",
+            name="optimizer-of-another-expert-layout",
+            when=_saved_by_bucket_in_another_layout,
+            what="The checkpoint's optimizer states were saved by {was}, by bucket, and with "
+            "--expert-model-parallel-size {size} {now} would have to load them.",
+            why="With expert parallelism, a second optimizer has the experts, so the buckets "
+            "differ, and every rank would fail because of missing keys.",
+            cure="resume once with the expert-parallel size with which it was saved and "
+            "--dist-ckpt-optim-fully-reshardable, save, and resume from that; or --no-load-optim",
+        ),
+    ),
     wanted_by=lambda recipe: (
         recipe.dist_ckpt_optim_fully_reshardable and recipe.num_experts is not None
     ),

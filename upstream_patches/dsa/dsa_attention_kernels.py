@@ -36,13 +36,13 @@ Numerics: reorders sums; scores, softmax and delta are fp32, and products have o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from cppmega.catalogue.megatron_args import uses_dsa
 from cppmega.edits import inserting, replacing
-from cppmega.errors import CppmegaError
 from cppmega.page import Edit, Patch, Source
+from cppmega.rules.combinations import FP32
+from cppmega.rules.rule import Option, Part, unsupported
 
 if TYPE_CHECKING:
     import torch
@@ -142,40 +142,26 @@ def _reaches(args: Any) -> bool:
     return uses_dsa(args) and getattr(args, "dsa_kernel_backend", None) != "cudnn"
 
 
-def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
-    """Reject what the kernels decline, which would end the first step."""
-    if not uses_dsa(args) or getattr(args, "dsa_kernel_backend", None) == "cudnn":
-        return
-    if not (args.bf16 or args.fp16):
-        yield _declines("fp32", "--bf16 or --fp16")
-    latent, rotary = args.kv_lora_rank or 0, args.qk_pos_emb_head_dim or 0
-    if not hasattr(args, "dsa_kernel_backend"):  # up to 0.18, each head has a key
-        if max((args.qk_head_dim or 0) + rotary, args.v_head_dim or 0) > 256:
-            yield _declines("keys or values of more than 256 columns", "at most 256")
-    elif max(latent, rotary) > 128:
-        heads = args.num_attention_heads // args.tensor_model_parallel_size
-        if obstacle := _wide_obstacle(heads, latent, rotary):
-            yield _declines(f"these sizes: {obstacle}", "other sizes")
-
-
-def _wide_obstacle(heads: int, latent: int, rotary: int) -> str | None:
-    """Why the kernels for wide latents decline sizes on a Hopper GPU; None if they do not."""
+def _unsupported_sizes(run: Any) -> str:
+    """Sizes that the kernels do not support on a Hopper GPU; empty if they do."""
+    latent, rotary = run.kv_lora_rank or 0, run.qk_pos_emb_head_dim or 0
+    if "dsa_kernel_backend" not in run:  # up to 0.18, each head has a key
+        wide = max((run.qk_head_dim or 0) + rotary, run.v_head_dim or 0) > 256
+        return "more than 256 columns of keys or values" if wide else ""
+    if max(latent, rotary) <= 128:
+        return ""
     import torch  # not in the preflight of other models
 
     from cppmega.ops.common.device import gpu_of
     from cppmega.ops.dsa_attention import absorbed_obstacle
 
-    return absorbed_obstacle(heads, latent + rotary, latent, gpu_of(torch.device("cpu")))
+    heads = run.num_attention_heads // run.tensor_model_parallel_size
+    gpu = gpu_of(torch.device("cpu"))
+    return absorbed_obstacle(heads, latent + rotary, latent, gpu) or ""
 
 
-def _declines(what: str, instead: str) -> CppmegaError:
-    return CppmegaError(
-        "dsa-attention-kernels-decline",
-        f"The kernels of dsa_attention_kernels decline {what}.",
-        "Megatron's path would run instead, which holds scores, or copies of keys, in fp32.",
-        f"{instead}, or cppmega revert dsa_attention_kernels",
-    )
-
+LIMITS = Part("dsa_attention_kernels", _reaches, "cppmega revert dsa_attention_kernels")
+DECLINED = "The first step would end. Megatron's path holds all scores in fp32."
 
 PATCH = Patch(
     purpose="feature",
@@ -230,7 +216,11 @@ PATCH = Patch(
     feature=("megatron/core/transformer/experimental_attention_variant/dsa.py:DSAttention",),
     wanted_by=lambda recipe: recipe.uses_tilelang,
     provides={"dsa_sparse_attention": ("fused",)},
-    refuses=refuses,
+    rules=tuple(
+        unsupported(
+            LIMITS, {FP32: DECLINED, Option("{}", _unsupported_sizes, "other sizes"): DECLINED}
+        )
+    ),
 )
 
 

@@ -19,9 +19,6 @@ Numerics: none (bitwise): a run that is not refused computes the same as before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
-
 from cppmega.catalogue.megatron_args import uses_dsa
 from cppmega.edits import appending, in_order, inserting
 from cppmega.errors import CppmegaError
@@ -77,28 +74,6 @@ if use_fused_kernels:
 """
 
 
-def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
-    """Reject what no page supports; the check `dsa_backend` covers pages, sizes and the loss."""
-    backend = getattr(args, "dsa_kernel_backend", "none")
-    if not uses_dsa(args) or backend == "none":
-        return
-    if not args.bf16 and (backend == "cudnn" or not args.fp16):
-        yield _refused(backend, "in a dtype other than bf16", "--bf16")
-    dense = args.dsa_indexer_loss_coeff and not args.dsa_indexer_use_sparse_loss
-    if backend == "cudnn" and dense and args.context_parallel_size > 1:
-        what = "the indexer's loss over all keys with context parallelism"
-        yield _refused(backend, what, "--dsa-indexer-use-sparse-loss")
-
-
-def _refused(backend: str, limit: str, instead: str) -> CppmegaError:
-    return CppmegaError(
-        "dsa-backend-cannot-run",
-        f"The DSA backend {backend} cannot run {limit}.",
-        "Every rank would stop when it builds its first DSA layer.",
-        f"{instead}, or --dsa-kernel-backend none",
-    )
-
-
 PATCH = Patch(
     purpose="fix",
     edits=(
@@ -141,7 +116,6 @@ PATCH = Patch(
     reached="startup",
     when=uses_dsa,
     feature=(f"{FOLDER}/dsa_kernels.py:_log_declined_hook",),
-    refuses=refuses,
 )
 
 

@@ -24,10 +24,9 @@ Numerics: changes results: in the first steps, the gradients of the indexer are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cppmega.catalogue.megatron_args import uses_dsa, variables
+from cppmega.catalogue.megatron_args import uses_dsa
 from cppmega.edits import inserting
 from cppmega.errors import CppmegaError
 from cppmega.features.dsa import loss_schedule as dsa_loss_schedule
@@ -63,17 +62,6 @@ def _scheduled_everywhere(node: Any) -> Any:
     if not swap.found:
         raise node_edits.mismatch(f"there is no `{CONFIGURED}`")
     return swapped
-
-
-def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
-    """Reject options that rule out dense steps, and a step count that is missing or invalid."""
-    if not uses_dsa(args):
-        return
-    yield from dsa_loss_schedule.obstacles(args)
-    try:
-        dsa_loss_schedule.dense_steps(variables(args))
-    except CppmegaError as error:
-        yield error
 
 
 PATCH = Patch(
@@ -126,7 +114,6 @@ PATCH = Patch(
     gate=dsa_loss_schedule.GATE,
     variables=(dsa_loss_schedule.STEPS,),
     wanted_by=lambda recipe: recipe.dsa_dense_loss_steps > 0,
-    refuses=refuses,
 )
 
 

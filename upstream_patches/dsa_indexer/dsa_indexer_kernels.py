@@ -29,14 +29,14 @@ Numerics: reorders sums; scores are fp32 sums of bf16 products, as TileLang's ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from textwrap import indent
 from typing import Any
 
 from cppmega.catalogue.megatron_args import uses_dsa
 from cppmega.edits import adding_parameter, in_order, inserting, replacing
-from cppmega.errors import CppmegaError
 from cppmega.page import Edit, Patch, Source
+from cppmega.rules.combinations import FP32
+from cppmega.rules.rule import Option, Part, unsupported
 
 DSA = "megatron/core/transformer/experimental_attention_variant/dsa.py"
 TARGET = f"{DSA}:DSAttention.forward"
@@ -150,25 +150,17 @@ q, k, weights = self.indexer.forward_with_scores(
 """
 
 
-def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
-    """Reject what the kernels decline, which would end the first step."""
-    if not uses_dsa(args) or getattr(args, "dsa_kernel_backend", None) == "cudnn":
-        return
-    heads, width = args.dsa_indexer_n_heads or 0, args.dsa_indexer_head_dim or 0
-    if not (args.bf16 or args.fp16):
-        yield _declines("fp32", "--bf16 or --fp16")
-    if max(heads, width) > 128:
-        yield _declines(f"{heads} index heads of {width}, more than 128", "at most 128 of 128")
+def _uses_kernels(run: Any) -> bool:
+    return uses_dsa(run) and run.dsa_kernel_backend != "cudnn"
 
 
-def _declines(what: str, instead: str) -> CppmegaError:
-    return CppmegaError(
-        "dsa-indexer-kernels-decline",
-        f"The kernels of dsa_indexer_kernels decline {what}.",
-        "Megatron's path would run instead, which holds the scores of all heads and keys in fp32.",
-        f"{instead}, or cppmega revert dsa_indexer_kernels",
-    )
+def _too_wide(run: Any) -> object:
+    heads, width = run.dsa_indexer_n_heads or 0, run.dsa_indexer_head_dim or 0
+    return max(heads, width) > 128 and f"{heads} index heads of {width}"
 
+
+LIMITS = Part("dsa_indexer_kernels", _uses_kernels, "cppmega revert dsa_indexer_kernels")
+DECLINED = "The first step would end. Megatron's path holds the scores of all heads in fp32."
 
 PATCH = Patch(
     purpose="feature",
@@ -246,7 +238,11 @@ PATCH = Patch(
         and (recipe.dsa_dense_loss_steps > 0 or not recipe.dsa_indexer_use_sparse_loss)
     ),
     provides={"dsa_dense_indexer_loss": ("fused",)},
-    refuses=refuses,
+    rules=tuple(
+        unsupported(
+            LIMITS, {FP32: DECLINED, Option("{}", _too_wide, "at most 128 of 128"): DECLINED}
+        )
+    ),
 )
 
 

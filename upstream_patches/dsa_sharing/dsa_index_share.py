@@ -23,16 +23,12 @@ Numerics: changes results: Shared layers attend to the keys of a Full layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from textwrap import indent
-from typing import Any
 
 from cppmega.catalogue.megatron_args import uses_dsa
 from cppmega.edits import inserting, replacing
 from cppmega.errors import CppmegaError
 from cppmega.page import Edit, Patch, Source
-
-from ._dsa_sharing import problems
 
 LAYER = "megatron/core/transformer/experimental_attention_variant/dsa.py:DSAttention.__init__"
 BLOCK = "megatron/core/transformer/transformer_block.py:TransformerBlock.__init__"
@@ -101,12 +97,6 @@ def _cppmega_stack(config, pattern, letters, before):
     return dsa_layer_kinds.decoder(config, layers, dsa_layer_kinds.dsa_layers(letters, before))
 
 
-def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
-    """Reject what would be refused when the model is built."""
-    if uses_dsa(args):
-        yield from problems(args)
-
-
 PATCH = Patch(
     purpose="feature",
     edits=(
@@ -160,7 +150,6 @@ PATCH = Patch(
     reached="startup",
     when=uses_dsa,
     feature=("megatron/core/transformer/experimental_attention_variant/dsa.py:DSAttention",),
-    refuses=refuses,
     gate="CPPMEGA_INDEX_CACHE",
     wanted_by=lambda recipe: bool(recipe.dsa_index_pattern),
     after=(
@@ -180,8 +169,6 @@ def verify() -> None:
     from unittest import mock
 
     from megatron.core.transformer import transformer_block
-
-    from cppmega.errors import CppmegaError
 
     from .._dsa_layer import block
 

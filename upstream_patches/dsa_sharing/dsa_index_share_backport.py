@@ -25,16 +25,19 @@ Numerics: changes results: Shared layers attend to the keys of a Full layer. A m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cppmega.catalogue.megatron_args import uses_dsa
 from cppmega.edits import in_order, inserting, replacing
-from cppmega.errors import CppmegaError
 from cppmega.page import Edit, Patch, Source
+from cppmega.rules.combinations import (
+    SHARED_KEYS,
+    SHARED_KEYS_IN_GRAPHS,
+    SHARED_KEYS_OUTSIDE_STACKS,
+)
+from cppmega.rules.rule import unsupported
 
 from ._dsa_forward import BINDS, BOUND, BOUND_BY_TE, OPENED_BY_BLOCK, OPENED_BY_STACK, OPENS
-from ._dsa_sharing import outside_stacks
 
 DSA = "megatron/core/transformer/experimental_attention_variant/dsa.py:DSAttention"
 LAYER = f"{DSA}.forward"
@@ -58,12 +61,6 @@ def _cppmega_keys():
     from cppmega.features.dsa.forward import current
 
     return vars(current()).setdefault("dsa_keys", {})
-
-
-def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
-    """Reject options that run the layers of a stack without calling the stack."""
-    if uses_dsa(args):
-        yield from outside_stacks(args, refused_graphs=("local", "transformer_engine"))
 
 
 PATCH = Patch(
@@ -126,7 +123,7 @@ PATCH = Patch(
     reached="forward",
     when=uses_dsa,
     feature=("megatron/core/transformer/experimental_attention_variant/dsa.py:DSAttention",),
-    refuses=refuses,
+    rules=tuple(unsupported(SHARED_KEYS, {**SHARED_KEYS_IN_GRAPHS, **SHARED_KEYS_OUTSIDE_STACKS})),
     gate="CPPMEGA_INDEX_CACHE",
     wanted_by=lambda recipe: bool(recipe.dsa_index_pattern),
     after=("dsa_dense_loss_warmup", "dsa_indexer_kernels", "dsa_indexer_loss_off"),

@@ -19,16 +19,10 @@ Numerics: none (bitwise): what loads on stock loads as before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
-
 from cppmega.catalogue.megatron_args import uses_dsa
 from cppmega.edits import appending, inserting
 from cppmega.errors import CppmegaError
 from cppmega.page import Edit, Patch, Source
-from cppmega.runtime.dsa_index_share_checkpoints import indexed_layers, not_saved
-
-from ._dsa_sharing import ignored, is_asked, lacking, problems
 
 LOAD = "megatron/core/dist_checkpointing/serialization.py:load"
 BLOCK = "megatron/core/transformer/transformer_block.py:TransformerBlock.__init__"
@@ -54,18 +48,6 @@ from cppmega.runtime.dsa_index_share_checkpoints import watch_loading
 
 watch_loading(self)
 """
-
-
-def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
-    """Reject what would stop a launch later, with `dsa_index_share` or without it."""
-    if not uses_dsa(args):
-        return
-    yield from ignored(args)
-    found = list(problems(args))
-    yield from () if is_asked(args) else found  # with it, dsa_index_share reports them
-    held = indexed_layers(saved)
-    if held and not found and (layers := lacking(args, held)):
-        yield not_saved(layers, held)
 
 
 PATCH = Patch(
@@ -110,7 +92,6 @@ PATCH = Patch(
     reached="startup",
     when=uses_dsa,
     feature=(LAYER,),
-    refuses=refuses,
 )
 
 
@@ -122,8 +103,6 @@ def verify() -> None:
     import warnings
 
     import torch
-
-    from cppmega.errors import CppmegaError
 
     from .._dsa_layer import block
 

@@ -40,16 +40,13 @@ Numerics: changes results: gradients are those of the keys that the forward pass
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
-
 from cppmega.catalogue.megatron_args import shares_dsa_keys
 from cppmega.edits import body_of, in_order, inserting, replacing
-from cppmega.errors import CppmegaError
 from cppmega.page import Edit, Patch, Source
+from cppmega.rules.combinations import SHARED_KEYS, SHARED_KEYS_OUTSIDE_STACKS
+from cppmega.rules.rule import unsupported
 
 from ._dsa_forward import BINDS, BOUND, BOUND_BY_TE, OPENED_BY_BLOCK, OPENED_BY_STACK, OPENS
-from ._dsa_sharing import outside_stacks
 
 DSA = "megatron/core/transformer/experimental_attention_variant/dsa.py:DSAttention"
 CARRIER = f"{DSA}._get_index_share_carrier"
@@ -85,12 +82,6 @@ AFTER_NORM = in_order(
         after="layer_idx = 0 if self.mtp_use_repeated_layer else iteration",
     ),
 )
-
-
-def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
-    """Reject options that run the layers of a stack without calling the stack."""
-    if shares_dsa_keys(args):
-        yield from outside_stacks(args, refused_graphs=())
 
 
 PATCH = Patch(
@@ -200,7 +191,7 @@ PATCH = Patch(
         "megatron/core/transformer/experimental_attention_variant/dsa.py:source_dsa_compute_layer",
     ),
     after=("dsa_indexer_kernels", "dsa_backend_limits"),
-    refuses=refuses,
+    rules=tuple(unsupported(SHARED_KEYS, SHARED_KEYS_OUTSIDE_STACKS)),
 )
 
 

@@ -27,15 +27,14 @@ Numerics: changes results only of models with one of the switches; without them,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cppmega.catalogue.megatron_args import variables
 from cppmega.edits import adding_parameter, appending, in_order, inserting, replacing
 from cppmega.errors import CppmegaError
-from cppmega.features import environment_sizes
-from cppmega.features.embeddings import sizes as input_embedding_sizes
 from cppmega.page import Edit, Patch, Source
+from cppmega.sizes import embeddings as input_embedding_sizes
+from cppmega.sizes import stated as environment_sizes
 
 EMBEDDING = (
     "megatron/core/models/common/embeddings/language_model_embedding.py:LanguageModelEmbedding"
@@ -90,15 +89,6 @@ def _cppmega_for_depths(mtp):
 def adds_embeddings(args: Any) -> bool:
     """Whether the run states sizes of embeddings."""
     return input_embedding_sizes.asked_for(variables(args))
-
-
-def refuses(args: Any, _saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
-    """Reject options that the embeddings do not support, and sizes that cannot be parsed."""
-    try:
-        if adds_embeddings(args):
-            yield from input_embedding_sizes.obstacles(args)
-    except CppmegaError as error:
-        yield error
 
 
 PATCH = Patch(
@@ -162,7 +152,6 @@ PATCH = Patch(
     when=adds_embeddings,
     feature=(ONLY_IN_0_19,),
     wanted_by=lambda recipe: recipe.adds_to_embedding,
-    refuses=refuses,
     after=(
         "grad_accumulation_without_apex",
         "hybrid_mtp_padding_mask",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cppmega.catalogue.megatron_args import variables
-from cppmega.features.mixers import sizes as mixer_sizes
+from cppmega.sizes import mixers as mixer_sizes
 
 FOLDER = "mamba_ssm/ops/tilelang/mamba3"
 DISTRIBUTION = "mamba-ssm"

@@ -19,8 +19,8 @@ from typing import Any
 
 from cppmega.catalogue.megatron_args import layer_pattern, variables
 from cppmega.edits import body_of, replacing
-from cppmega.features.mixers import sizes as mixer_sizes
 from cppmega.page import Edit, Patch, Source
+from cppmega.sizes import mixers as mixer_sizes
 
 MIXER = "megatron/core/ssm/mamba_mixer.py:MambaMixer"
 TRAINING = f"{MIXER}._ssm_training"

@@ -22,15 +22,12 @@ Numerics: changes results only of models with one of the variables; without them
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
-
-from cppmega.catalogue.megatron_args import variables
+from cppmega.catalogue.megatron_args import has_own_mixers
 from cppmega.edits import in_order, inserting, replacing
 from cppmega.errors import CppmegaError
-from cppmega.features import environment_sizes
-from cppmega.features.mixers import sizes as mixer_sizes
 from cppmega.page import Edit, Patch, Source
+from cppmega.sizes import mixers as mixer_sizes
+from cppmega.sizes import stated as environment_sizes
 
 ALLOCATION = "megatron/core/models/hybrid/hybrid_layer_allocation.py"
 STACK = "megatron/core/models/hybrid/hybrid_block.py:HybridStack.__init__"
@@ -45,21 +42,6 @@ def _cppmega_layer_spec(stock, letter):
     from cppmega.features.mixers.hybrid import layer_spec
 
     return layer_spec(stock, letter)
-
-
-def has_own_mixers(args: Any) -> bool:
-    """Whether a run's model has cppmega's mixers."""
-    given = variables(args)
-    return mixer_sizes.mamba3(given) is not None or mixer_sizes.m2rnn(given) is not None
-
-
-def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
-    """Reject options that the mixers do not support, and checkpoints of other models."""
-    try:
-        yield from mixer_sizes.obstacles(args, variables(args))
-        yield from mixer_sizes.other_models(saved, variables(args))
-    except CppmegaError as error:
-        yield error
 
 
 PATCH = Patch(
@@ -97,7 +79,6 @@ PATCH = Patch(
     when=has_own_mixers,
     feature=(ONLY_IN_0_19,),
     wanted_by=lambda recipe: recipe.has_own_mixers,
-    refuses=refuses,
     after=("mhc_connections",),
 )
 

@@ -34,12 +34,8 @@ Numerics: changes results: with the option, the model is a different one. Withou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cppmega.catalogue.megatron_args import shares_dsa_keys
-from cppmega.errors import CppmegaError
-from cppmega.features.mhc.options import other_models, problems
 from cppmega.page import Patch, Source
 
 from ._mhc_edits import CORE, EDITS, PRESENT
@@ -52,26 +48,12 @@ def uses_mhc(args: Any) -> bool:
     return bool(getattr(args, "enable_mhc_connections", False))
 
 
-def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
-    """Reject what would be refused when the model is built, and checkpoints of other models."""
-    yield from problems(args)
-    yield from other_models(args, saved)
-    if uses_mhc(args) and shares_dsa_keys(args):
-        yield CppmegaError(
-            "mhc-unsupported",
-            "DSA layers that share keys with --enable-mhc-connections.",
-            "Layers that share keys are found by their names, which differ for wrapped layers.",
-            "leave one of the two out",
-        )
-
-
 PATCH = Patch(
     purpose="feature",
     edits=EDITS,
     reached="forward",
     when=uses_mhc,
     feature=(PRESENT,),
-    refuses=refuses,
     wanted_by=lambda recipe: recipe.uses_mhc,
     after=(
         *("cross_entropy_fusion_linear", "dsa_index_share_checkpoints", "dsa_index_share_holder"),

@@ -29,13 +29,14 @@ Numerics: changes results: the forward pass uses unrounded A_log, D and dt_bias.
     of the distributed optimizer can be loaded with the page only if it was saved with it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from cppmega.catalogue.megatron_args import layer_pattern
 from cppmega.edits import inserting
-from cppmega.errors import CppmegaError
 from cppmega.page import Edit, Patch, Source
+from cppmega.rules.combinations import PRECISION_AWARE
+from cppmega.rules.rule import Part, Rule, unsupported
 
 from ._mixed_optimizer.edits import EDITS, ORDER
 
@@ -128,24 +129,11 @@ def has_mixers(args: Any) -> bool:
     return bool(getattr(args, "is_hybrid_model", False))  # 0.16 without a pattern: all Mamba
 
 
-def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
-    """Reject optimizers with their own copies, and checkpoints of earlier versions of this page."""
-    if not has_mixers(args):
+def _saved_apart(run: Any) -> Iterator[dict[str, str]]:
+    """Tensors of checkpoints that earlier versions of this page have saved."""
+    if not has_mixers(run) or run.no_load_optim:
         return
-    if getattr(args, "use_precision_aware_optimizer", False):
-        yield CppmegaError(
-            "kept-fp32-precision-aware",
-            "--use-precision-aware-optimizer with parameters that float16_keep_fp32 keeps in fp32.",
-            "FusedAdam updates such a parameter but not its own fp32 copy of it, and checkpoints "
-            "contain that copy.",
-            "leave --use-precision-aware-optimizer out, or cppmega revert float16_keep_fp32",
-        )
-    if not getattr(args, "no_load_optim", None):
-        yield from _saved_apart(saved)
-
-
-def _saved_apart(saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
-    moments = "optimizer.state.exp_avg."
+    moments, saved = "optimizer.state.exp_avg.", run.saved
     weights = [n.removeprefix(moments) for n in saved if n.startswith(moments) and n.endswith(KEPT)]
     copies = ("fp32_param", "param")
     found = {
@@ -157,16 +145,14 @@ def _saved_apart(saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]
             if not {f"optimizer.state.{key}.{weight}" for key in copies} & set(saved)
         ],
     }
-    for way_out, names in found.items():
-        if names:
-            yield CppmegaError(
-                "checkpoint-of-split-optimizer",
-                f"The checkpoint holds {names[0]}: an earlier float16_keep_fp32 saved the "
-                "parameters that it keeps in fp32 separately from the others, unlike stock.",
-                "Every rank would fail when it loads it: a key is missing, or a shape differs.",
-                way_out,
-            )
+    yield from ({"way_out": way, "first": names[0]} for way, names in found.items() if names)
 
+
+KEPT_FP32 = Part(
+    "parameters that float16_keep_fp32 keeps in fp32",
+    has_mixers,
+    "cppmega revert float16_keep_fp32",
+)
 
 PATCH = Patch(
     purpose="fix",
@@ -207,7 +193,24 @@ PATCH = Patch(
     ),
     reached="startup",
     when=has_mixers,
-    refuses=refuses,
+    rules=(
+        *unsupported(
+            KEPT_FP32,
+            {
+                PRECISION_AWARE: "FusedAdam updates such a parameter but not its own fp32 copy of "
+                "it, and checkpoints contain that copy."
+            },
+        ),
+        Rule(
+            concerns=KEPT_FP32.name,
+            name="checkpoint-of-split-optimizer",
+            when=_saved_apart,
+            what="The checkpoint holds {first}: an earlier float16_keep_fp32 saved the parameters "
+            "that it keeps in fp32 separately from the others, unlike stock.",
+            why="Every rank would fail when it loads it: a key is missing, or a shape differs.",
+            cure="{way_out}",
+        ),
+    ),
 )
 
 

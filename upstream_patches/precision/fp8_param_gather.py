@@ -17,34 +17,13 @@ Numerics: changes results: in FP8 runs, the weights that layers multiply are tho
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
-
 from cppmega.edits import inserting
-from cppmega.errors import CppmegaError
 from cppmega.page import Edit, Patch, Source
+from cppmega.rules.combinations import TORCH_FSDP2
+from cppmega.rules.rule import Option, Part, unsupported
 
 TARGET = "megatron/training/arguments.py:parse_args"
 GATE = "CPPMEGA_FP8_PARAM_GATHER"
-
-
-def refuses(args: Any, saved: Mapping[str, tuple[int, ...]]) -> Iterator[CppmegaError]:
-    """Reject runs that would gather nothing in FP8 although the variable is set."""
-    if getattr(args, "fp8", None) is None:
-        yield _ignored("nothing is FP8", "--fp8-format hybrid")
-    elif getattr(args, "use_torch_fsdp2", False):
-        yield _ignored(
-            "with --use-torch-fsdp2, Megatron warns and gathers in bf16", "--use-megatron-fsdp"
-        )
-
-
-def _ignored(reason: str, way_out: str) -> CppmegaError:
-    return CppmegaError(
-        "fp8-param-gather-ignored",
-        f"{GATE} is on, and has no effect in this run: {reason}.",
-        "The run's memory and speed would be recorded as those of FP8 parameters.",
-        f"{way_out}, or apply again with {GATE}=0",
-    )
 
 
 PATCH = Patch(
@@ -71,7 +50,17 @@ PATCH = Patch(
     reached="startup",
     when=lambda args: bool(getattr(args, "fp8", None)),
     feature=("megatron/training/arguments.py:validate_args",),
-    refuses=refuses,
+    rules=tuple(
+        unsupported(
+            Part(GATE, lambda run: True, f"unset {GATE} and apply again"),
+            {
+                Option(
+                    "a run without FP8", lambda run: not run.fp8, "--fp8-format hybrid"
+                ): "Nothing would be gathered in FP8.",
+                TORCH_FSDP2: "Megatron warns and gathers in bf16.",
+            },
+        )
+    ),
     gate=GATE,
 )
 

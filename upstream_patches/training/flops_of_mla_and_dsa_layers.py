@@ -75,7 +75,7 @@ def _cppmega_dsa_flops(args, tokens, squares, decoder, depths):
         pairs = topk * tokens - topk**2 * tokens**2 / (2 * squares)
     attention = 6 * pairs * args.num_attention_heads * pair
 
-    from cppmega.features.dsa.layer_kinds import indexers_of
+    from cppmega.sizes.dsa_layers import indexers_of
 
     indexers = indexers_of(args, decoder, depths)
     width = args.dsa_indexer_n_heads * args.dsa_indexer_head_dim

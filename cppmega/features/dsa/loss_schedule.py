@@ -15,53 +15,23 @@ The loss depends on nothing else, so micro-batches, recomputations and a resumed
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cppmega.errors import CppmegaError
-from cppmega.host.cuda_graphs import cuda_graphs
+from cppmega.rules import check_model, combinations
+from cppmega.sizes.dsa_loss import GATE as GATE
+from cppmega.sizes.dsa_loss import STEPS as STEPS
+from cppmega.sizes.dsa_loss import dense_steps as dense_steps
+from cppmega.sizes.dsa_loss import stated_steps as stated_steps
 
-GATE = "CPPMEGA_LEMYX_DSA"
-STEPS = "CPPMEGA_DSA_DENSE_LOSS_STEPS"
 RECORD = "cppmega_dsa_dense_loss_steps"
 """Name of the number of steps among Megatron's arguments, which every checkpoint holds."""
-
-_SET = f"export {STEPS}=N with the number of steps, or --set dsa_dense_loss_steps=N"
 
 _iteration: int | None = None
 """Iterations completed when this step began; None: not announced."""
 _begun = False
 """Whether a step has begun in this process, so that the ranks are known to agree."""
-
-
-def dense_steps(environ: Mapping[str, str] = os.environ) -> int:
-    """The number of steps with the dense loss.
-
-    Raises:
-        CppmegaError: `dsa-dense-loss-steps`.
-    """
-    text = environ.get(STEPS, "").strip()
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
-    raise CppmegaError(
-        "dsa-dense-loss-steps",
-        f"{GATE} is on, and {STEPS}={text!r} is not a number of steps."
-        if text
-        else f"{GATE} is on, and no number of steps is set.",
-        "The indexer's loss is dense up to a stated step; without one it would never change.",
-        _SET,
-    )
-
-
-def stated_steps(environ: Mapping[str, str] = os.environ) -> int | None:
-    """The number of steps with the dense loss, or None where the environment states none.
-
-    Raises:
-        CppmegaError: `dsa-dense-loss-steps`, if the text is not a number of steps.
-    """
-    return dense_steps(environ) if environ.get(STEPS) else None
 
 
 def begin_step(iteration: int | None) -> int | None:
@@ -92,7 +62,7 @@ def uses_sparse_loss(config: Any) -> bool:
 
     Raises:
         CppmegaError: `dsa-dense-loss-without-step`, `dsa-dense-loss-steps`, and, while the loss is
-            dense, the errors of `obstacles`.
+            dense, the errors of rules that concern it.
     """
     steps = dense_steps()
     if _iteration is None:
@@ -105,52 +75,8 @@ def uses_sparse_loss(config: Any) -> bool:
         )
     if _iteration >= steps:
         return bool(config.dsa_indexer_use_sparse_loss)
-    for obstacle in obstacles(config):
-        raise obstacle
+    check_model(config, combinations.DENSE_STEPS, experimental_attention_variant="dsa")
     return False
-
-
-def obstacles(config: Any) -> Iterator[CppmegaError]:
-    """Yield an error for each option of a run or a model that rules out the dense steps."""
-    if not getattr(config, "dsa_indexer_loss_coeff", None):
-        yield _ineffective("The indexer has no loss: dsa_indexer_loss_coeff is 0.", _COEFFICIENT)
-    if not getattr(config, "dsa_indexer_use_sparse_loss", False):
-        yield _ineffective("The indexer's loss is dense in every step.", _SPARSE)
-    if cuda_graphs(config) != "none":
-        yield CppmegaError(
-            "dsa-dense-loss-in-graphs",
-            f"{GATE} is on together with CUDA graphs.",
-            "A captured step replays its own loss: the indexer would keep the dense one.",
-            "--cuda-graph-impl none up to the switch, then resume with graphs and without "
-            f"{GATE}; or unset {GATE} and apply again",
-        )
-    if getattr(config, "dsa_kernel_backend", None) == "cudnn" and (limit := _cudnn(config)):
-        yield CppmegaError(
-            "dsa-dense-loss-cannot-run",
-            f"The DSA backend cudnn has no dense loss {limit}.",
-            "Every rank would stop in its first step.",
-            f"--dsa-kernel-backend none, or unset {GATE} and apply again",
-        )
-
-
-_COEFFICIENT = "--dsa-indexer-loss-coeff with a value above 0"
-_SPARSE = "--dsa-indexer-use-sparse-loss"
-
-
-def _ineffective(what: str, instead: str) -> CppmegaError:
-    return CppmegaError(
-        "dsa-dense-loss-changes-nothing",
-        f"{GATE} is on. {what}",
-        "It would seem to be on, but no step would differ.",
-        f"{instead}, or unset {GATE} and apply again",
-    )
-
-
-def _cudnn(config: Any) -> str:
-    if config.context_parallel_size > 1:
-        return "with context parallelism"
-    shared = (getattr(config, "dsa_indexer_topk_freq", None) or 1) > 1
-    return "with keys that layers share" if shared else ""
 
 
 def remark_on_checkpoint(saved: Any) -> str:

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 
 from cppmega.errors import CppmegaError
 from cppmega.features.arrived import arrived
-from cppmega.features.embeddings import sizes
 from cppmega.features.embeddings.ngram_hash import HASHING, NgramHashEmbedding
 from cppmega.features.embeddings.structure import StructureEmbedding
 from cppmega.ops.ngram_hash import table_rows
+from cppmega.rules import check_model, combinations
+from cppmega.sizes import embeddings as sizes
 
 ALIGNED = 8
 """Columns of a matrix are a multiple of this, so that tensor cores read their rows unsplit."""
@@ -80,12 +81,11 @@ class InputEmbeddings(nn.Module):
         """Create them for a stage's LanguageModelEmbedding.
 
         Raises:
-            CppmegaError: `input-embeddings-not-supported`, `sizes-misstated`.
+            CppmegaError: `unsupported`, `sizes-misstated`.
         """
         super().__init__()
         config = embedding.config
-        for obstacle in sizes.obstacles(config):
-            raise obstacle
+        check_model(config, combinations.EMBEDDINGS)
         self.group = embedding.tp_group
         self.splits: bool = embedding.reduce_scatter_embeddings
         """Whether each rank embeds its own part of the sequence."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from cppmega.errors import CppmegaError
-from cppmega.features.embeddings.sizes import NgramHash
 from cppmega.ops import ngram_hash as ops
+from cppmega.sizes.embeddings import NgramHash
 
 HASHING = "hashing"
 """Name of the buffer with the tables' rows and multipliers, also in a checkpoint."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cppmega.errors import CppmegaError
-from cppmega.features.embeddings.sizes import Structure
+from cppmega.sizes.embeddings import Structure
 
 
 class StructureEmbedding(nn.Module):

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cppmega.features.mhc import options as mhc_options
 from cppmega.ops.common.once_differentiable import once_differentiable
+from cppmega.rules.questions import recomputes
 
 
 class Recomputed:
@@ -133,7 +133,7 @@ def begin(sites: Sequence[Sequence[Any]], config: Any, training: bool) -> None:
         config: Megatron's TransformerConfig.
         training: whether there will be a backward pass.
     """
-    asked = training and torch.is_grad_enabled() and mhc_options.recomputes(config)
+    asked = training and torch.is_grad_enabled() and recomputes(config, "mhc")
     together = config.mhc_recompute_layer_num or len(sites)
     block = None
     for number, of_layer in enumerate(sites):

@@ -15,10 +15,10 @@ from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from cppmega.errors import CppmegaError
-from cppmega.features.mixers import sizes as mixer_sizes
 from cppmega.features.mixers.m2rnn import M2RNNMixer
 from cppmega.features.mixers.mamba3 import Mamba3Mixer
 from cppmega.features.mixers.padded_columns import padded_columns
+from cppmega.sizes import mixers as mixer_sizes
 
 
 def layer_spec(stock: Any, letter: str) -> Any:

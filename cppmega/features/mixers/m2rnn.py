@@ -37,11 +37,12 @@ from torch.nn.functional import rms_norm, silu, softplus
 
 from cppmega.features.arrived import arrived
 from cppmega.features.kept_fp32 import keep_fp32
-from cppmega.features.mixers import sizes as mixer_sizes
 from cppmega.features.mixers.bf16_products import bf16_products, bf16_weights
 from cppmega.features.mixers.calls import boundaries, projections, refuse_inference
 from cppmega.ops.m2rnn import document_bounds, m2rnn
 from cppmega.ops.packed_conv import packed_conv
+from cppmega.rules import check_model, combinations
+from cppmega.sizes import mixers as mixer_sizes
 
 MOST_DECAY = 16.0
 LEAST_STEP, MOST_STEP = 1e-3, 0.1
@@ -63,7 +64,7 @@ class M2RNNMixer(MegatronModule):  # type: ignore[misc]
         name: the name of the module, as Megatron passes it down.
 
     Raises:
-        CppmegaError: `m2rnn-heads`, `m2rnn-tensor-parallel`, `mixer-not-supported`.
+        CppmegaError: `unsupported`, `arguments-invalid`.
     """
 
     def __init__(
@@ -78,8 +79,7 @@ class M2RNNMixer(MegatronModule):  # type: ignore[misc]
         name: str | None = None,
     ) -> None:
         super().__init__(config)
-        for obstacle in mixer_sizes.obstacles(config):
-            raise obstacle
+        check_model(config, combinations.MIXERS, combinations.M2RNN, combinations.CLIPPED_M2RNN)
         self.layer_number, self.tp_group = layer_number, pg_collection.tp
         self.key_dim, self.value_dim = sizes.key_dim, sizes.value_dim
         self.gradient_clipping = sizes.gradient_clipping

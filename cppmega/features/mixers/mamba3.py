@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from cppmega.features.kept_fp32 import keep_fp32
-from cppmega.features.mixers import sizes as mixer_sizes
 from cppmega.features.mixers.calls import boundaries, projections, refuse_inference
 from cppmega.ops import mamba3
 from cppmega.ops.pointwise.split_columns import split_columns
+from cppmega.rules import check_model, combinations
+from cppmega.sizes import mixers as mixer_sizes
 
 DT_RANGE = (1e-3, 1e-1)
 """Range of the initial values of dt, which are log-uniform."""
@@ -54,7 +55,7 @@ class Mamba3Mixer(MegatronModule):  # type: ignore[misc]
         name: the name of the module, as Megatron passes it down.
 
     Raises:
-        CppmegaError: `mamba3-heads`, `mamba3-tensor-parallel`, `mixer-not-supported`.
+        CppmegaError: `unsupported`, `arguments-invalid`.
     """
 
     def __init__(
@@ -69,8 +70,7 @@ class Mamba3Mixer(MegatronModule):  # type: ignore[misc]
         name: str | None = None,
     ) -> None:
         super().__init__(config)
-        for obstacle in mixer_sizes.obstacles(config):
-            raise obstacle
+        check_model(config, combinations.MIXERS, combinations.MAMBA3)
         self.sizes = sizes
         self.layer_number = layer_number
         self.tp_group = pg_collection.tp

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from cppmega.errors import CppmegaError
 from cppmega.ops.common.device import gpu_obstacle
+from cppmega.ops.common.mhc_streams import STREAMS
 from cppmega.ops.mhc.naive import Parameters, Weights
 
 __all__ = [
@@ -47,7 +48,6 @@ __all__ = [
     "write",
 ]
 
-STREAMS = (1, 2, 4, 8)
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

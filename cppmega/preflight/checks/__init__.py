@@ -20,13 +20,11 @@ ORDER: tuple[str, ...] = (
     *(
         "unknown_arguments",
         "line_parses",
-        "ineffective_arguments",
-        "nan_checks",
-        "precision",
-        "mock_data",
+        "line_data",
+        "graph_pool",
+        "checkpoint",
+        "rules",
+        "mhc_kernels",
     ),
-    "line_data",
-    *("trainer_limits", "dsa_backend", "cuda_graphs", "expert_overlap", "fp8_heads", "checkpoint"),
-    *("mhc_kernels", "page_limits"),
 )
 """Cheap checks come first where prerequisites allow: a mistyped path must not wait for torch."""

@@ -92,7 +92,7 @@ def _written_folders(context: Context) -> Iterator[tuple[str, Path, int]]:
 
 def _checkpoint(context: Context, recipe: Recipe) -> int:
     """Bytes of a checkpoint as this launch writes it."""
-    bare = not context.is_loop and context.launch_line.has("--no-save-optim")
+    bare = not context.is_loop and "--no-save-optim" in context.launch_line.flags
     return checkpoint_bytes(recipe, optimizer=not bare)
 
 

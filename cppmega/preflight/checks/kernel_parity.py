@@ -14,8 +14,8 @@ from cppmega.preflight.ask import ask
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import NotApplicable, refuse
 from cppmega.preflight.messages import ParityAnswer, ParityOrder, SparseAttention
-from cppmega.recipe import dsa_widths
 from cppmega.recipe.render import release_line
+from cppmega.sizes import dsa_widths
 
 AFTER: tuple[str, ...] = ("gpus", "kernels")
 

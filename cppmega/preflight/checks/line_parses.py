@@ -21,7 +21,7 @@ def check(context: Context) -> str:
     """
     parsed, version = context.parsed_line, context.session.read_tree().version
     line = context.launch_line
-    if line.has("-h", "--help"):
+    if {"-h", "--help"} & line.flags:
         raise CppmegaError(
             "argument-refused",
             "The line asks for help.",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from cppmega.features.embeddings.sizes import Structure
 from cppmega.features.embeddings.structure import StructureEmbedding
+from cppmega.sizes.embeddings import Structure
 
 KINDS = torch.tensor([[0, 8, 3, 3, 1], [2, 2, 0, 5, 8]])
 DEPTHS = torch.tensor([[0, 15, 1, 2, 2], [7, 7, 0, 15, 3]])

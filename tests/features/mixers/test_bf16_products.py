@@ -15,8 +15,8 @@ te.install()
 import json, os
 
 import torch
-from cppmega.features.mixers import sizes as mixer_sizes
-from cppmega.features import environment_sizes
+from cppmega.sizes import mixers as mixer_sizes
+from cppmega.sizes import stated as environment_sizes
 from cppmega.proof import cpu_shims
 from megatron.core.tensor_parallel import random
 from tests.upstream_patches.precision import test_selective_fp8_moe as small

@@ -17,6 +17,7 @@ from cppmega.catalogue import loader as catalogue
 from cppmega.overlay.wanted import wanted_patches
 from cppmega.recipe import index as recipes_index
 from tests.support import in_a_tree, patched
+from tests.support.rules import broken
 from tests.upstream_patches import one_process
 
 torch = pytest.importorskip("torch")
@@ -230,9 +231,7 @@ def test_buckets_of_another_layout_are_refused(
 
 def refusals(saved: dict[str, tuple[int, ...]], **arguments: Any) -> list[str]:
     """Names of the page's errors for a run with experts that resumes from these tensors."""
-    refuses = catalogue.load()[PAGE].patch.refuses
-    assert refuses is not None
-    return [error.name for error in refuses(SimpleNamespace(**MOE | arguments), saved)]
+    return [error.name for error in broken(PAGE, saved=saved, **MOE | arguments)]
 
 
 def test_recipes_that_save_by_parameter_want_it() -> None:

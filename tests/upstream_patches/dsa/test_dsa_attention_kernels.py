@@ -1,7 +1,5 @@
 """DSA layers attend as Megatron's own do: outputs and gradients, on every version."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -9,6 +7,7 @@ from cppmega.ops import dsa_attention
 from cppmega.ops.common.device import gpu_of
 from cppmega.proof.stand_ins import Arguments
 from tests.support import patched, pristine
+from tests.support.rules import broken
 from tests.upstream_patches.dsa.dsa_layers import (
     CASES,
     PARALLEL,
@@ -67,32 +66,27 @@ def test_tensor_and_context_parallel_ranks_attend_as_those_of_stock() -> None:
 def test_the_preflight_names_the_widths_that_the_kernels_decline(
     widths: tuple[int, int], backend: str
 ) -> None:
-    refuses = patch_of(ATTENTION).refuses
-    assert refuses is not None
-    given = {"experimental_attention_variant": "dsa", "dsa_kernel_backend": backend, "bf16": True}
-    given |= {"num_attention_heads": 64, "tensor_model_parallel_size": 2}
     latent, rotary = widths
-    args = Arguments(kv_lora_rank=latent, qk_pos_emb_head_dim=rotary, **given)
+    given = {"experimental_attention_variant": "dsa", "dsa_kernel_backend": backend}
+    given |= {"num_attention_heads": 64, "tensor_model_parallel_size": 2, "num_layers": 2}
+    given |= {"kv_lora_rank": latent, "qk_pos_emb_head_dim": rotary}
     gpu = gpu_of(torch.device("cpu"))
     declined = dsa_attention.absorbed_obstacle(32, latent + rotary, latent, gpu) is not None
-    said = [error.name for error in refuses(args, {})]
-    assert said == ["dsa-attention-kernels-decline"] * (declined and backend != "cudnn")
-    args.bf16 = False
-    assert len([*refuses(args, {})]) == (0 if backend == "cudnn" else 1 + declined)
+
+    def of_page(**more: bool) -> int:
+        return sum(ATTENTION in error.what for error in broken(ATTENTION, **given, **more))
+
+    assert of_page(bf16=True) == (declined and backend != "cudnn")
+    assert of_page(bf16=False) == (0 if backend == "cudnn" else 1 + declined)
 
 
 @pytest.mark.parametrize("width", [256, 257])
 def test_the_preflight_names_the_widths_per_head(width: int) -> None:
-    refuses = patch_of(ATTENTION).refuses
-    assert refuses is not None
     widths = {"qk_head_dim": width - 64, "qk_pos_emb_head_dim": 64, "v_head_dim": 64}
-    types = {"bf16": False, "fp16": True}
     # Up to 0.18, no argument names a backend.
-    args = SimpleNamespace(
-        experimental_attention_variant="dsa", kv_lora_rank=512, **widths, **types
-    )
-    said = [*refuses(args, {})]
-    assert bool(said) == (dsa_attention.per_head_obstacle(width, 64) is not None)
+    args = {"experimental_attention_variant": "dsa", "kv_lora_rank": 512, "num_layers": 2}
+    found = broken(ATTENTION, **args, **widths, bf16=False, fp16=True)
+    assert bool(found) == (dsa_attention.per_head_obstacle(width, 64) is not None)
 
 
 @pytest.mark.parametrize(

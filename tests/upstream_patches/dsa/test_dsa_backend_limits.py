@@ -7,9 +7,7 @@ from functools import cache
 
 import pytest
 
-from cppmega.proof.stand_ins import Arguments
 from tests.support import patched, pristine, python
-from tests.upstream_patches.dsa.dsa_layers import patch_of
 
 LIMITS, ATTENTION, INDEXER = "dsa_backend_limits", "dsa_attention_kernels", "dsa_indexer_kernels"
 V32 = {"kv_lora_rank": 512, "qk_pos_emb_head_dim": 64}
@@ -156,20 +154,3 @@ def test_what_other_pages_serve_has_no_limit() -> None:
     assert not any(attention["calls"].values())
     for served in (attention, both):  # the backend cudnn keeps its own kernels
         assert served["cudnn"] == alone["cudnn"]
-
-
-def test_the_preflight_names_what_no_page_lifts() -> None:
-    refuses = patch_of(LIMITS).refuses
-    assert refuses is not None
-
-    def said(backend: str, **given: object) -> str:
-        args = {"experimental_attention_variant": "dsa", "context_parallel_size": 1, **given}
-        return " ".join(e.what for e in refuses(Arguments(dsa_kernel_backend=backend, **args), {}))
-
-    assert not said("none") and not said("tilelang", fp16=True) and not said("cudnn", bf16=True)
-    assert "a dtype other than bf16" in said("tilelang") and "a dtype other than bf16" in said(
-        "cudnn", fp16=True
-    )
-    dense = {"bf16": True, "dsa_indexer_loss_coeff": 1.0, "context_parallel_size": 2}
-    assert "context parallelism" in said("cudnn", **dense)
-    assert not said("cudnn", **dense, dsa_indexer_use_sparse_loss=True)

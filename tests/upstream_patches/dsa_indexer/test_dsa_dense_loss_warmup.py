@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from cppmega.features.dsa.loss_schedule import GATE, STEPS
-from tests.preflight.contexts import holds, launch, parsed, refuses
 from tests.support import patched, pristine, python
+from tests.support.rules import broken
 from tests.upstream_patches.dsa.dsa_layers import answers, assert_same
 
 pytestmark = pytest.mark.slow
@@ -218,15 +218,11 @@ DSA = {
         (None, {"experimental_attention_variant": None}, ""),
         (None, {}, "dsa-dense-loss-steps"),
         ("0", {}, "dsa-dense-loss-steps"),
-        ("2", {"cuda_graph_impl": "local"}, "dsa-dense-loss-in-graphs"),
+        ("2", {"cuda_graph_impl": "local"}, "unsupported"),
         ("2", {"dsa_indexer_use_sparse_loss": False}, "dsa-dense-loss-changes-nothing"),
     ],
 )
 def test_the_preflight(steps: str | None, change: dict[str, object], error: str) -> None:
     environ = {GATE: "1", **({STEPS: steps} if steps is not None else {})}
-    context = launch(None, "--lr", "1", root=patched("0.19.2", PAGE), environ=environ)
-    context.__dict__["process"] = parsed({**DSA, **change})
-    if error:
-        refuses("page_limits", error, context)
-    else:
-        holds("page_limits", context)
+    found = broken(PAGE, variables=environ, num_layers=2, **{**DSA, **change})
+    assert [each.name for each in found] == [error] * bool(error)

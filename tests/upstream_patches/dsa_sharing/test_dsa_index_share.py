@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support import patched, pristine, python
-from tests.upstream_patches.dsa.dsa_layers import patch_of
+from tests.support.rules import broken
 
 PAGES = ("dsa_index_share", "dsa_index_share_checkpoints")
 UP_TO_0_18 = (*PAGES, "dsa_index_share_backport")
@@ -107,22 +106,16 @@ def test_checkpoints_go_both_ways(version: str, how: str, shared: tuple[int, int
 
 
 def refused(pattern: str, saved: tuple[str, ...] = (), **changes: Any) -> list[str]:
-    """The errors of both pages for a launch, with the switch on where there is a pattern."""
+    """The errors of a launch, with the switch on where there is a pattern."""
     switch = {"CPPMEGA_INDEX_CACHE": "1", "CPPMEGA_DSA_INDEX_PATTERN": pattern}
+    variables = changes.pop("variables", switch if pattern else {})
     args = {
         **{"hybrid_layer_pattern": "D-D|D-D/D-", "pipeline_model_parallel_size": 2},
-        **{
-            "num_layers": 6,
-            "dsa_indexer_topk_freq": 1,
-            "cppmega_variables": switch if pattern else {},
-        },
+        **{"num_layers": 6, "dsa_indexer_topk_freq": 1},
         **changes,
     }
-    pages = [patch_of(page) for page in PAGES if page != "dsa_index_share" or pattern]
-    shapes = dict.fromkeys(saved, (1,))
-    return [
-        e.name for page in pages if page.refuses for e in page.refuses(Namespace(**args), shapes)
-    ]
+    found = broken(saved=dict.fromkeys(saved, (1,)), variables=variables, **args)
+    return [error.name for error in found]
 
 
 GPT = {"hybrid_layer_pattern": None, "experimental_attention_variant": "dsa"}
@@ -147,7 +140,7 @@ OPTIONS = {"dsa_indexer_topk_freq": 3, "dsa_indexer_skip_topk_offset": 1}
         ("", {**OPTIONS, "dsa_indexer_topk_freq": 6}, "dsa-index-share-stage"),
         (
             "",
-            {"cppmega_variables": {"CPPMEGA_DSA_INDEX_PATTERN": "FS"}},
+            {"variables": {"CPPMEGA_DSA_INDEX_PATTERN": "FS"}},
             "dsa-index-pattern-ignored",
         ),
         ("FSFS", {"hybrid_layer_pattern": "M-"}, None),
@@ -163,16 +156,14 @@ def test_the_preflight_says_the_same_before_a_launch(
     ("changes", "names"),
     [
         ({}, []),
-        ({"cuda_graph_impl": "local"}, ["dsa-index-share-in-graphs"]),
+        ({"cuda_graph_impl": "local"}, ["unsupported"]),
         ({"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]}, []),
         (
             {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["attn", "moe_router"]},
-            ["dsa-index-share-in-graphs"],
+            ["unsupported"],
         ),
-        (
-            {"overlap_moe_expert_parallel_comm": True},
-            ["dsa-index-share-in-combined-schedule"],
-        ),
+        # The model is a hybrid one, which has no such schedule either.
+        ({"overlap_moe_expert_parallel_comm": True}, ["unsupported"] * 2),
         ({"pipeline_model_parallel_size": 3}, ["dsa-index-share-stage"]),
     ],
 )
@@ -180,11 +171,9 @@ def test_the_preflight_of_a_release_without_shared_keys(
     changes: dict[str, Any], names: list[str]
 ) -> None:
     variables = {"CPPMEGA_INDEX_CACHE": "1", "CPPMEGA_DSA_INDEX_PATTERN": "FSFS"}
-    args = Namespace(hybrid_layer_pattern="D-DD-D", num_layers=6, pipeline_model_parallel_size=1)
-    vars(args).update({"cppmega_variables": variables, **changes})
-    errors = [e for name in UP_TO_0_18 for e in patch_of(name).refuses(args, {})]
-    assert [error.name for error in errors] == names
-    assert all("topk-freq" not in error.next for error in errors)  # there is no such option
+    args = {"hybrid_layer_pattern": "D-DD-D", "num_layers": 6, "pipeline_model_parallel_size": 1}
+    found = broken(*UP_TO_0_18, variables=variables, **args | changes)
+    assert sorted(error.name for error in found) == sorted(names)
 
 
 def test_the_preflight_finds_a_checkpoint_without_the_indexers_that_are_needed() -> None:

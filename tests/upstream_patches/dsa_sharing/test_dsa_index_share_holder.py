@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support import patched, pristine, python
+from tests.support.rules import broken
 from tests.upstream_patches.dsa.dsa_layers import patch_of
 
 PAGE = "dsa_index_share_holder"
@@ -37,8 +38,8 @@ def test_stock_uses_the_keys_of_another_forward() -> None:
     assert "chosen keys" in found["gpt: full"]["left"] and len(found["gpt: full"]["left"]) > 2
 
 
-SOME_LAYERS = "dsa-index-share-in-graphs-of-some-layers"
-SCHEDULE = "dsa-index-share-in-combined-schedule"
+SOME_LAYERS = "capture the attention of only some layers"
+SCHEDULE = "--overlap-moe-expert-parallel-comm"
 LOCAL, TE = {"cuda_graph_impl": "local"}, {"cuda_graph_impl": "transformer_engine"}
 MIXED = {"num_experts": 8, "moe_layer_freq": [0, 1, 1]}
 HYBRID = {"hybrid_layer_pattern": "D-DE", "num_experts": 8, "moe_layer_freq": [0, 1, 1]}
@@ -74,12 +75,15 @@ HYBRID = {"hybrid_layer_pattern": "D-DE", "num_experts": 8, "moe_layer_freq": [0
 def test_keys_that_a_layer_could_not_find_are_refused(
     given: dict[str, object], refused: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    patch = patch_of(PAGE)
-    args = SimpleNamespace(
-        **{"experimental_attention_variant": "dsa", "dsa_indexer_topk_freq": 2, **given}
-    )
-    assert [error.name for error in patch.refuses(args, {})] == refused
-    if args.dsa_indexer_topk_freq == 1:
-        assert not patch.when(args)
+    args = {"experimental_attention_variant": "dsa", "dsa_indexer_topk_freq": 2, "bf16": True}
+    args |= {"num_layers": 4, **given}
+    words = [error.what for error in broken(PAGE, **args) if "share keys" in error.what]
+    assert len(words) == len(refused)
+    assert all(word in said for word, said in zip(refused, words, strict=True))
+    if args["dsa_indexer_topk_freq"] == 1:
+        patch = patch_of(PAGE)
+        assert not patch.when(SimpleNamespace(**args))
         monkeypatch.setenv("CPPMEGA_INDEX_CACHE", "1")
-        assert patch.when(args) and list(patch.refuses(args, {}))
+        assert patch.when(SimpleNamespace(**args))
+        args |= {"dsa_indexer_topk_freq": 2}
+        assert broken(PAGE, **args)

@@ -18,9 +18,9 @@ import torch
 from megatron.core import parallel_state
 from torch.utils.flop_counter import FlopCounterMode
 
-from cppmega.features import environment_sizes
-from cppmega.features.embeddings import sizes
 from cppmega.features.embeddings.layer import ALIGNED, feeding, of_trunk
+from cppmega.sizes import embeddings as sizes
+from cppmega.sizes import stated as environment_sizes
 from tests.configurations import models, training
 from tests.configurations.batches import DOCUMENTS, LENGTH, PADDING, SAMPLES, Batch, micro_batch
 from tests.configurations.late import is_same_late

@@ -15,8 +15,8 @@ from unittest import mock
 import torch
 from megatron.core import parallel_state
 
-from cppmega.features import environment_sizes
-from cppmega.features.mixers import sizes as mixer_sizes
+from cppmega.sizes import mixers as mixer_sizes
+from cppmega.sizes import stated as environment_sizes
 from tests.configurations import models, training
 from tests.configurations.batches import Batch, boundaries, micro_batch
 from tests.configurations.late import is_same_late
@@ -175,15 +175,15 @@ def check_what_is_refused_when_a_model_is_built(folder: Path) -> None:
     odd = environment_sizes.text(replace(MAMBA3, groups=1))
     heads = environment_sizes.text(replace(MAMBA3, groups=3))
     with with_them(**WITH_M2RNN):
-        assert set(on_ranks(folder, replace(plain, tensor=2), built)) == {"m2rnn-tensor-parallel"}
+        assert set(on_ranks(folder, replace(plain, tensor=2), built)) == {"unsupported"}
     with with_them(CPPMEGA_MAMBA3=odd):
-        assert set(on_ranks(folder, replace(plain, tensor=2), built)) == {"mamba3-tensor-parallel"}
+        assert set(on_ranks(folder, replace(plain, tensor=2), built)) == {"arguments-invalid"}
     with with_them(CPPMEGA_MAMBA3=heads):
-        assert on_ranks(folder, plain, built) == ["mamba3-heads"]
+        assert on_ranks(folder, plain, built) == ["arguments-invalid"]
     with with_them(CPPMEGA_MAMBA3="{"):
         assert on_ranks(folder, plain, built) == ["sizes-misstated"]
     with with_them():
-        assert set(on_ranks(folder, replace(plain, context=2), built)) == {"mixer-not-supported"}
+        assert set(on_ranks(folder, replace(plain, context=2), built)) == {"unsupported"}
         assert on_ranks(folder, plain, _called_to_infer) == ["mixer-no-inference"]
 
 

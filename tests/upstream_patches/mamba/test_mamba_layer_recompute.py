@@ -89,9 +89,9 @@ def differences_with_mhc() -> None:
     import torch
     from megatron.core.ssm import mamba_layer
 
-    from cppmega.features import environment_sizes
-    from cppmega.features.mixers import sizes as mixer_sizes
     from cppmega.proof import small_models
+    from cppmega.sizes import mixers as mixer_sizes
+    from cppmega.sizes import stated as environment_sizes
     from tests.upstream_patches.mhc import mhc_models
 
     mhc_models.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests.support import patched, pristine, python
-from tests.upstream_patches.dsa.dsa_layers import patch_of
 
 PAGES = ("mhc_connections", "float16_keep_fp32")
 N, C = 4, 16
@@ -187,7 +185,7 @@ def test_both_spellings_mean_the_same() -> None:
     assert found["ours"] == found["dev"] == two
     assert found["both"] == {**two, "enable_mhc_connections": False}
     assert found["two values"] == "refused"
-    assert found["dropout"].startswith("mhc-unsupported: --hidden-dropout")
+    assert found["dropout"].startswith("unsupported: --hidden-dropout")
     assert found["mhc is off"].startswith("mhc-not-enabled: ")
 
 
@@ -212,79 +210,3 @@ def test_every_layout_trains_as_one_rank_from_one_checkpoint(tmp_path: Path) -> 
         assert case["apart"][1] < 1e-6, (name, case["apart"])
     assert (resumed["mapping"], resumed["others"]) == (["torch.float32"], ["torch.bfloat16"])
     assert resumed["unrounded"] and resumed["as if never stopped"]
-
-
-def refused(saved: dict[str, tuple[int, ...]] | None = None, **changes: Any) -> list[str]:
-    """The errors of the page for a launch."""
-    args = Namespace(**{"enable_mhc_connections": True, "hidden_dropout": 0.0, **changes})
-    refuses = patch_of("mhc_connections").refuses
-    assert refuses is not None
-    return [error.name for error in refuses(args, saved or {})]
-
-
-@pytest.mark.parametrize(
-    ("changes", "names"),
-    [
-        ({}, []),
-        ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, []),
-        ({"recompute_granularity": "selective", "recompute_modules": ["mhc"]}, []),
-        ({"hidden_dropout": 0.1}, ["mhc-unsupported"]),
-        ({"fp32_residual_connection": True}, ["mhc-unsupported"]),
-        ({"cuda_graph_impl": "local"}, ["mhc-unsupported"]),
-        ({"use_torch_fsdp2": True}, ["mhc-unsupported"]),
-        ({"fp8": "hybrid"}, ["mhc-unsupported"]),
-        ({"fp4": "e2m1"}, ["mhc-unsupported"]),
-        ({"context_parallel_size": 2}, ["mhc-unsupported"]),
-        ({"use_precision_aware_optimizer": True}, ["mhc-unsupported"]),
-        ({"virtual_pipeline_model_parallel_size": 2}, ["mhc-unsupported"]),
-        (
-            {"hybrid_layer_pattern": "DD", "dsa_indexer_topk_freq": 2},
-            ["mhc-unsupported"],
-        ),
-        ({"use_megatron_fsdp": True}, ["mhc-unsupported"]),
-        ({"fine_grained_activation_offloading": True}, ["mhc-unsupported"]),
-        ({"overlap_moe_expert_parallel_comm": True}, ["mhc-unsupported"]),
-        ({"mtp_num_layers": 1}, []),
-        ({"mtp_num_layers": 1, "tp_comm_overlap": True}, ["mhc-unsupported"]),
-        ({"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|mL"}, ["mhc-unsupported"]),
-        ({"mtp_num_layers": 1, "mtp_detach_heads": True}, ["mhc-unsupported"]),
-        (
-            {"recompute_granularity": "selective", "recompute_modules": ["mhc", "mlp"]},
-            ["mhc-unsupported"],
-        ),
-        ({"mhc_sinkhorn_iterations": 0}, ["mhc-option-invalid"]),
-        ({"mhc_num_residual_streams": 0}, ["mhc-option-invalid"]),
-        ({"mhc_init_gating_factor": -1.0}, ["mhc-option-invalid"]),
-        ({"mhc_recompute_layer_num": 0}, ["mhc-option-invalid"]),
-        ({"enable_mhc_connections": False, "hidden_dropout": 0.1}, []),
-        ({"enable_mhc_connections": False, "use_fused_mhc": True}, ["mhc-not-enabled"]),
-    ],
-)
-def test_the_preflight_names_what_is_not_combined(
-    changes: dict[str, Any], names: list[str]
-) -> None:
-    assert refused(**changes) == names
-
-
-OURS = {"decoder.layers.0.hyper_connection.bias": (24,), "decoder.hc_head_fn": (4, 64)}
-
-
-@pytest.mark.parametrize(
-    ("saved", "changes", "names"),
-    [
-        (OURS, {"hidden_size": 16, "mhc_num_residual_streams": 4}, []),
-        (OURS, {"hidden_size": 16, "mhc_num_residual_streams": 2}, ["mhc-checkpoint-streams"]),
-        (OURS, {"enable_mhc_connections": False}, ["mhc-checkpoint-has-streams"]),
-        ({"decoder.final_norm.weight": (16,)}, {}, ["mhc-checkpoint-one-stream"]),
-        (
-            {"decoder.layers.self_attention_hyper_connection.bias": (2, 24)},
-            {},
-            ["mhc-checkpoint-other-form"],
-        ),
-        ({"decoder.final_norm.weight": (16,)}, {"enable_mhc_connections": False}, []),
-    ],
-)
-def test_the_preflight_refuses_checkpoints_of_other_models(
-    saved: dict[str, tuple[int, ...]], changes: dict[str, Any], names: list[str]
-) -> None:
-    assert refused(saved, **changes) == names

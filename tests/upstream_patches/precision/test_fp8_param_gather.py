@@ -1,34 +1,25 @@
-"""The preflight refuses the runs in which the variable would have no effect."""
+"""Rules refuse the runs in which the variable would have no effect."""
 
 from __future__ import annotations
 
-from argparse import Namespace
-
 import pytest
 
-from cppmega.catalogue import loader
-from cppmega.errors import CppmegaError
+from tests.support.rules import broken
 
 PAGE = "fp8_param_gather"
 GATE = "CPPMEGA_FP8_PARAM_GATHER"
 
 
 @pytest.mark.parametrize(
-    ("args", "reason"),
+    ("args", "option"),
     [
-        (Namespace(fp8=None), "nothing is FP8"),
-        (Namespace(fp8="hybrid", use_torch_fsdp2=True), "--use-torch-fsdp2"),
-        (Namespace(fp8="hybrid", use_torch_fsdp2=False), None),
-        (Namespace(fp8="hybrid"), None),
+        ({}, "a run without FP8"),
+        ({"fp8": "hybrid", "use_torch_fsdp2": True}, "--use-torch-fsdp2"),
+        ({"fp8": "hybrid", "use_torch_fsdp2": False}, ""),
+        ({"fp8": "hybrid"}, ""),
     ],
 )
-def test_refuses(args: Namespace, reason: str | None) -> None:
-    page = loader.load_page(
-        PAGE, loader.builtin_folder() / "precision" / f"{PAGE}.py", loader.BUILTIN
-    )
-    assert page.patch.refuses is not None and page.patch.when is not None
-    refused: list[CppmegaError] = list(page.patch.refuses(args, {}))
-    assert page.patch.when(args) is (args.fp8 is not None)
-    assert [error.name for error in refused] == ["fp8-param-gather-ignored"] * (reason is not None)
-    if reason is not None:
-        assert reason in refused[0].what and f"{GATE}=0" in refused[0].next
+def test_what_gathers_nothing_is_refused(args: dict[str, object], option: str) -> None:
+    found = broken(PAGE, bf16=True, **args)
+    assert [error.what.partition(" cannot")[0] for error in found] == [option] * bool(option)
+    assert all(GATE in error.what and GATE in error.next for error in found)

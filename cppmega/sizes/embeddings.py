@@ -1,4 +1,4 @@
-"""Sizes of the embeddings that are added to the token embedding, and what they cannot combine with.
+"""Sizes of the embeddings that are added to the token embedding.
 
 A recipe states the sizes. Patched code reads them from the environment of the ranks; where it
 states none, nothing is added. This module does not import torch.
@@ -7,14 +7,11 @@ states none, nothing is added. This module does not import torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from cppmega.errors import CppmegaError
-from cppmega.features.environment_sizes import Count, Positive, read
 from cppmega.host import env
-from cppmega.host.cuda_graphs import cuda_graphs
+from cppmega.sizes.stated import Count, Positive, read
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,53 +74,3 @@ def asked_for(environ: Mapping[str, str] = os.environ) -> bool:
         CppmegaError: `sizes-misstated`.
     """
     return ngram_hash(environ) is not None or structure(environ) is not None
-
-
-def obstacles(args: Any) -> Iterator[CppmegaError]:
-    """Yield an error for each option of a run or a model that rules out the embeddings.
-
-    Args:
-        args: either of the two; an option that it lacks counts as off.
-    """
-
-    def has(name: str) -> Any:
-        return getattr(args, name, None)
-
-    if (has("context_parallel_size") or 1) > 1:
-        yield _unsupported("context parallelism", "An n-gram would miss the tokens of other ranks.")
-    if has("use_megatron_fsdp") or has("use_torch_fsdp2"):
-        yield _unsupported(
-            "FSDP", "The copy of the MTP stage would get a part of the gradient of another part."
-        )
-    if has("use_mup"):
-        yield _unsupported(
-            "MuP", "How their learning rates scale with the width has not been derived."
-        )
-    if has("overlap_moe_expert_parallel_comm"):
-        yield _unsupported(
-            "--overlap-moe-expert-parallel-comm",
-            "Its schedule calls the MTP depths without the context of their tokens.",
-        )
-    if cuda_graphs(args) == "full_iteration":
-        yield _unsupported(
-            "--cuda-graph-impl full_iteration",
-            "The graph replays copies of the tokens, and what is attached to them is not copied.",
-        )
-    if has("mtp_num_layers") and has("pipeline_model_parallel_layout"):
-        yield _unsupported(
-            "a pipeline layout with MTP depths",
-            "The copies of the parameters are expected in the first and in the last stage.",
-        )
-    if has("init_model_with_meta_device"):
-        yield _unsupported(
-            "a model built on the meta device", "Their weights would not be initialized."
-        )
-
-
-def _unsupported(what: str, why: str) -> CppmegaError:
-    return CppmegaError(
-        "input-embeddings-not-supported",
-        f"The model has n-gram or structure embeddings together with {what}.",
-        why,
-        f"leave out {what}, or train with --set ngram_hash=None --set structure=None",
-    )

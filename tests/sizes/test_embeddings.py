@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from cppmega.errors import CppmegaError
-from cppmega.features.embeddings import sizes
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.recipe import NgramHash, Structure
 from cppmega.recipe.render import missing, render
+from cppmega.sizes import embeddings as sizes
 from cppmega.training import requirements
 
 SMALL = NgramHash((2, 3), 2, (89, 97, 101, 103), dim=4, seed=7)
@@ -50,26 +48,3 @@ def test_older_releases_say_which_one_has_them() -> None:
     gaps = [gap for gap in missing(recipe, "0.18.2") if gap.part.endswith("embedding")]
     assert [gap.part for gap in gaps] == ["n-gram hash embedding", "structure embedding"]
     assert all("0.19.2" in gap.reason and "0.18.2" in gap.reason for gap in gaps)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"context_parallel_size": 2}, "context parallelism"),
-        ({"use_megatron_fsdp": True}, "FSDP"),
-        ({"use_torch_fsdp2": True}, "FSDP"),
-        ({"use_mup": True}, "MuP"),
-        ({"overlap_moe_expert_parallel_comm": True}, "overlap-moe"),
-        ({"cuda_graph_impl": "full_iteration"}, "full_iteration"),
-        ({"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|tmL"}, "layout"),
-        ({"init_model_with_meta_device": True}, "meta device"),
-    ],
-)
-def test_what_is_not_supported_is_refused_before_the_model_is_built(
-    arguments: dict[str, object], said: str
-) -> None:
-    args = SimpleNamespace(**arguments)
-    with pytest.raises(CppmegaError, match=said) as caught:
-        requirements.check_arguments(PLAIN.with_(structure=Structure()), None, args)  # type: ignore[arg-type]
-    assert caught.value.name == "input-embeddings-not-supported"
-    assert not list(sizes.obstacles(SimpleNamespace(cuda_graph_impl="local", mtp_num_layers=2)))

@@ -1,0 +1,59 @@
+"""The rules that pages add to those of every run, and what pages provide for rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cppmega.errors import CppmegaError
+from cppmega.host.containment import contained
+from cppmega.page import Page
+from cppmega.rules import RULES
+from cppmega.rules.rule import Run, errors
+
+
+@dataclass(frozen=True, slots=True)
+class ProvidedBy:
+    """What pages provide: those in the code, and those that are not."""
+
+    present: tuple[Page, ...]
+    absent: tuple[Page, ...]
+
+    def inside(self, name: str) -> tuple[Any, ...]:
+        """The values that pages in the code provide under a name."""
+        return tuple(v for page in self.present for v in page.patch.provides.get(name, ()))
+
+    def outside(self, name: str) -> Mapping[str, tuple[Any, ...]]:
+        """The pages that would provide something under a name and are not in the code."""
+        found = {page.name: page.patch.provides.get(name, ()) for page in self.absent}
+        return {page: values for page, values in found.items() if values}
+
+
+def broken(pages: Iterable[Page], run: Run) -> list[CppmegaError]:
+    """The errors of the rules that a run breaks.
+
+    Args:
+        pages: those in the code, whose rules hold for it, too.
+        run: what is known of it.
+    """
+    found = list(errors(RULES, run))
+    for page in pages:
+        if page.patch.rules:
+            found += _of_page(page, run)
+    return found
+
+
+def _of_page(page: Page, run: Run) -> list[CppmegaError]:
+    """The rules of one page; a fault of the page is an error, too."""
+
+    def failed(what: str) -> CppmegaError:
+        return CppmegaError(
+            "bad-rule",
+            f"A rule of {page.name} {what}.",
+            "Whether the page supports this run is not known.",
+            "correct the page; `when` of a rule gets a run, and returns whether it is broken",
+        )
+
+    with contained(failed):
+        return list(errors(page.patch.rules, run))

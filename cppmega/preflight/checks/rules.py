@@ -1,0 +1,46 @@
+"""The run breaks no rule: of `cppmega.rules`, or of a page in the code."""
+
+from __future__ import annotations
+
+from cppmega.catalogue import page_rules
+from cppmega.preflight.context import Context
+from cppmega.preflight.findings import Remark, refuse
+from cppmega.rules import RULES, dsa
+from cppmega.rules.questions import uses_dsa
+from cppmega.rules.rule import Run
+
+AFTER: tuple[str, ...] = ("line_parses", "checkpoint")
+
+_OF_SCRIPTS = {"argument-without-effect", "precision-not-stated", "mock-data-unmarked"}
+"""Rules that a script may keep by what it sets after parsing, or reads itself."""
+
+_MOCK = "MOCK DATA, as --mock-data asks: its speed and its losses mean nothing"
+
+
+def check(context: Context) -> str:
+    """Ask every rule about the parsed line, its variables and the checkpoint that it resumes.
+
+    Raises:
+        CppmegaError: those of the broken rules; `bad-rule`.
+        NotApplicable: nothing that Megatron parses is launched.
+    """
+    run, verdicts = context.run, context.plan.verdicts
+    pages = [p for p in context.provided.present if verdicts[p.name].state != "upstreamed"]
+    errors = page_rules.broken(pages, run)
+    left = [e.what for e in errors if context.adds_arguments and e.name in _OF_SCRIPTS]
+    refuse(error for error in errors if error.what not in left)
+    count = len(RULES) + sum(len(page.patch.rules) for page in pages)
+    detail = f"{count} rules hold"
+    if uses_dsa(run):
+        detail += f"; DSA by {_dsa(run)}"
+    notes = [_MOCK] if run.mock_data else []
+    notes += [f"unless the script sets or reads more: {' '.join(left)}"] if left else []
+    return Remark("; ".join([*notes, detail])) if notes else detail
+
+
+def _dsa(run: Run) -> str:
+    """What computes DSA's attention in this run."""
+    if dsa.runs_own_kernels(run):
+        return "cppmega's kernels"
+    backend = run.dsa_kernel_backend
+    return f"unfused Megatron, {dsa.scores(run)}" if backend in (None, "none") else str(backend)

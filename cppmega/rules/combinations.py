@@ -1,0 +1,347 @@
+"""Which features of a run go with which options: one table of parts, options and reasons.
+
+The table in docs/combinations.md is written from it. A combination that it does not list is
+supported, or refused by Megatron itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from cppmega.host import env
+from cppmega.rules.questions import (
+    captures,
+    captures_some_layers,
+    cuda_graphs,
+    has_experts,
+    has_own_mixers,
+    layer_pattern,
+    mtp_depths,
+    recomputes,
+    shares_dsa_keys,
+    uses_dsa,
+    uses_fsdp,
+)
+from cppmega.rules.rule import Option, Part, Rule, unsupported
+from cppmega.sizes import dsa_loss, embeddings, mixers
+
+
+def _above_one(*names: str) -> Callable[[Any], bool]:
+    return lambda run: any((getattr(run, name) or 1) > 1 for name in names)
+
+
+def _given(*names: str) -> Callable[[Any], bool]:
+    return lambda run: any(getattr(run, name) for name in names)
+
+
+def _graphs(*kinds: str, of: str = "") -> Callable[[Any], str]:
+    """How CUDA graphs are captured, if it is in one of these ways and of this part of layers."""
+
+    def asked(run: Any) -> str:
+        how = cuda_graphs(run)
+        wanted = how in kinds if kinds else how != "none"
+        return how if wanted and (not of or captures(run, of)) else ""
+
+    return asked
+
+
+def _on(variable: env.Variable[Any]) -> Callable[[Any], bool]:
+    return lambda run: bool(variable.read(run.cppmega_variables))
+
+
+# What a run may have.
+MHC = Part(
+    "hyper-connections (--enable-mhc-connections)",
+    _given("enable_mhc_connections"),
+    "train with one residual stream",
+)
+MIXERS = Part(
+    "Mamba-3 and M2RNN layers", has_own_mixers, "train a pattern without the letters M and R"
+)
+MAMBA3 = Part(
+    "Mamba-3 layers",
+    lambda run: mixers.mamba3(run.cppmega_variables) is not None,
+    "train a pattern without the letter M",
+)
+M2RNN = Part(
+    "M2RNN layers",
+    lambda run: mixers.m2rnn(run.cppmega_variables) is not None,
+    "train a pattern without the letter R",
+)
+CLIPPED_M2RNN = Part(
+    "the clipped gradients of M2RNN layers",
+    lambda run: (sizes := mixers.m2rnn(run.cppmega_variables)) and sizes.gradient_clipping,
+    "set gradient_clipping=None in the recipe's field m2rnn",
+)
+EMBEDDINGS = Part(
+    "n-gram and structure embeddings",
+    lambda run: embeddings.asked_for(run.cppmega_variables),
+    "train with --set ngram_hash=None --set structure=None",
+)
+SHARED_KEYS = Part(
+    "DSA layers that share keys",
+    shares_dsa_keys,
+    f"let every layer choose its own: unset {env.INDEX_CACHE.name}, or --dsa-indexer-topk-freq 1",
+)
+DENSE_STEPS = Part(
+    f"the dense steps of DSA's indexer ({dsa_loss.GATE})",
+    lambda run: uses_dsa(run) and dsa_loss.is_on(run.cppmega_variables),
+    f"unset {dsa_loss.GATE} and apply again",
+)
+EXPERT_OVERLAP = Part(
+    "--overlap-moe-expert-parallel-comm",
+    _given("overlap_moe_expert_parallel_comm"),
+    "leave out --overlap-moe-expert-parallel-comm; `cppmega explain "
+    "--overlap-moe-expert-parallel-comm` shows what else there is",
+)
+CUDNN_DSA = Part(
+    "the DSA backend cudnn",
+    lambda run: uses_dsa(run) and run.dsa_kernel_backend == "cudnn",
+    "--dsa-kernel-backend none",
+)
+TILELANG_DSA = Part(
+    "the DSA backend tilelang",
+    lambda run: uses_dsa(run) and run.dsa_kernel_backend == "tilelang",
+    "--dsa-kernel-backend none",
+)
+CUDA_GRAPHS_OF_LAYERS = Part("CUDA graphs", _graphs(), "--cuda-graph-impl none")
+TRAINER = Part(
+    "cppmega's trainer",
+    lambda run: run.recipe is not None,
+    "train with the pretrain script of a Megatron checkout under `python -m cppmega.run`",
+)
+
+# What it may ask for.
+CONTEXT_PARALLEL = Option("--context-parallel-size", _above_one("context_parallel_size"))
+TENSOR_PARALLEL = Option(
+    "--tensor-model-parallel-size",
+    _above_one("tensor_model_parallel_size"),
+    "--tensor-model-parallel-size 1",
+)
+VIRTUAL_STAGES = Option(
+    "virtual pipeline stages",
+    lambda run: (
+        _above_one("virtual_pipeline_model_parallel_size")(run)
+        or _given("num_layers_per_virtual_pipeline_stage")(run)
+        or _above_one("num_virtual_stages_per_pipeline_rank")(run)
+    ),
+)
+FSDP = Option("FSDP (--use-megatron-fsdp, --use-torch-fsdp2)", uses_fsdp, "use Megatron's DDP")
+MEGATRON_FSDP = Option("--use-megatron-fsdp", _given("use_megatron_fsdp"))
+TORCH_FSDP2 = Option("--use-torch-fsdp2", _given("use_torch_fsdp2"))
+MUP = Option("--use-mup", _given("use_mup"))
+META_DEVICE = Option("--init-model-with-meta-device", _given("init_model_with_meta_device"))
+FP32_RESIDUAL = Option("--fp32-residual-connection", _given("fp32_residual_connection"))
+DROPOUT = Option("--hidden-dropout", _given("hidden_dropout"), "--hidden-dropout 0")
+FP16 = Option("--fp16", _given("fp16"), "--bf16")
+FP32 = Option("fp32", lambda run: not (run.bf16 or run.fp16), "--bf16")
+NOT_BF16 = Option("a dtype other than bf16", lambda run: not run.bf16, "--bf16")
+FP8 = Option("--fp8-format", _given("fp8"))
+FP4 = Option("--fp4-format", _given("fp4"))
+DELAYED_FP8 = Option(
+    "--fp8-recipe delayed",
+    lambda run: run.fp8 and run.fp8_recipe == "delayed",
+    "--fp8-recipe tensorwise",
+)
+PRECISION_AWARE = Option("--use-precision-aware-optimizer", _given("use_precision_aware_optimizer"))
+CUDA_GRAPHS = Option("--cuda-graph-impl {}", _graphs(), "--cuda-graph-impl none")
+WHOLE_STEP_GRAPHS = Option(
+    "--cuda-graph-impl full_iteration", _graphs("full_iteration"), "--cuda-graph-impl none"
+)
+MAMBA_GRAPHS = Option(
+    "--cuda-graph-impl {} of Mamba layers",
+    _graphs(of="mamba"),
+    "--cuda-graph-impl none, or name other parts of layers in --cuda-graph-modules",
+)
+GRAPHS_OF_ONE_ATTENTION = Option(
+    "--cuda-graph-impl {} of single attention layers",
+    _graphs("local", "transformer_engine", of="attn"),
+    "--cuda-graph-impl none, or name other parts of layers than attn",
+)
+GRAPHS_OF_SOME_LAYERS = Option(
+    "--cuda-graph-impl local of {}, which capture the attention of only some layers,",
+    captures_some_layers,
+    "--cuda-graph-impl transformer_engine or none",
+)
+OVERLAPPED_EXPERTS = Option(EXPERT_OVERLAP.name, EXPERT_OVERLAP.used)
+LAYOUT_WITH_MTP = Option(
+    "--pipeline-model-parallel-layout with MTP depths",
+    lambda run: mtp_depths(run) and run.pipeline_model_parallel_layout,
+)
+TP_OVERLAP_WITH_MTP = Option(
+    "--tp-comm-overlap with MTP depths", lambda run: mtp_depths(run) and run.tp_comm_overlap
+)
+SEVERAL_DEPTHS = Option(
+    "more than one MTP depth", lambda run: mtp_depths(run) > 1, "train one MTP depth"
+)
+HYBRID = Option("a hybrid model", layer_pattern, "train a GPT model")
+DETACHED_DEPTHS = Option("--mtp-detach-heads", _given("mtp_detach_heads"))
+RECOMPUTED_MLP = Option(
+    "--recompute-modules mhc mlp",
+    lambda run: recomputes(run, "mhc") and recomputes(run, "mlp"),
+    "name only one of the two in --recompute-modules",
+)
+MAMBA_RECOMPUTE = Option(
+    "CPPMEGA_MAMBA_RECOMPUTE",
+    lambda run: env.is_on(run.cppmega_variables.get("CPPMEGA_MAMBA_RECOMPUTE", "")),
+    "unset CPPMEGA_MAMBA_RECOMPUTE and apply again",
+)
+OFFLOADING = Option(
+    "activation offloading", _given("fine_grained_activation_offloading", "cpu_offloading")
+)
+FUSED_TP_INFERENCE = Option(
+    "--inference-fuse-tp-communication", _given("inference_fuse_tp_communication")
+)
+HETEROGENEOUS = Option(
+    "--heterogeneous-layers-config-path",
+    _given("heterogeneous_layers_config_path", "heterogeneous_block_specs"),
+)
+KEYS_SHARED = Option(SHARED_KEYS.name, SHARED_KEYS.used, SHARED_KEYS.instead)
+PACKED_DOCUMENTS = Option(
+    "packed_documents",
+    lambda run: run.recipe is not None and run.recipe.packed_documents,
+    "--set packed_documents=false",
+)
+DROPLESS_EXPERTS = Option(
+    "the capture of complete MoE layers whose experts drop no tokens",
+    lambda run: (
+        has_experts(run)
+        and _graphs("local", "transformer_engine", of="moe")(run)
+        and not (run.moe_expert_capacity_factor and run.moe_pad_expert_input_to_capacity)
+    ),
+    "--set \"cuda_graph_modules=('attn', 'moe_router')\"",
+)
+DENSE_LOSS = Option(
+    "the indexer's loss over all keys",
+    lambda run: run.dsa_indexer_loss_coeff and not run.dsa_indexer_use_sparse_loss,
+    "--dsa-indexer-use-sparse-loss",
+)
+DENSE_LOSS_OF_PARTS = Option(
+    "the indexer's loss over all keys with context parallelism",
+    lambda run: DENSE_LOSS.used(run) and CONTEXT_PARALLEL.used(run),
+    "--dsa-indexer-use-sparse-loss",
+)
+CUDNN_WITHOUT_DENSE_LOSS = Option(
+    "--dsa-kernel-backend cudnn with context parallelism or shared keys",
+    lambda run: CUDNN_DSA.used(run) and (CONTEXT_PARALLEL.used(run) or shares_dsa_keys(run)),
+    "--dsa-kernel-backend none",
+)
+UNFUSED_ATTENTION = Option(
+    "--attention-backend unfused",
+    lambda run: str(run.attention_backend).endswith("unfused"),
+)
+
+_UNTESTED = "It has not been tested."
+_NOT_INITIALIZED = "Their weights would not be initialized."
+
+UNSUPPORTED: Mapping[Part, Mapping[Option, str]] = {
+    MHC: {
+        VIRTUAL_STAGES: _UNTESTED,
+        CONTEXT_PARALLEL: "Sequences that are split over ranks have not been tested.",
+        TORCH_FSDP2: "It shards parameters of one type together, but the mapping's stay fp32.",
+        MEGATRON_FSDP: "It has not been tested with parameters that stay fp32 in a bf16 model.",
+        PRECISION_AWARE: "It saves a copy of an fp32 parameter that it never updates.",
+        META_DEVICE: "The mapping is initialized when the module is built.",
+        CUDA_GRAPHS: "The graphs of a layer take one stream, and a site has several.",
+        FP8: "Layers in FP8 have not been tested.",
+        FP4: "Layers in FP4 have not been tested.",
+        FP32_RESIDUAL: "The streams have the type of the model.",
+        DROPOUT: "Dropout between a sub-layer and the streams is not defined.",
+        OFFLOADING: "The streams are not among what it offloads.",
+        OVERLAPPED_EXPERTS: "Its schedule calls the parts of a layer, not the layer.",
+        FUSED_TP_INFERENCE: "It adds a single residual inside its own kernel.",
+        HETEROGENEOUS: "Layers that lack a sub-layer have not been tested.",
+        DETACHED_DEPTHS: "A depth reads the streams, not the hidden states that it detaches.",
+        TP_OVERLAP_WITH_MTP: "Its buffers have no name for the two projections of an MTP depth.",
+        LAYOUT_WITH_MTP: (
+            "An MTP depth needs the streams of the decoder's last layer in its own stage."
+        ),
+        RECOMPUTED_MLP: "Both would recompute the input of the sub-layer.",
+        MAMBA_RECOMPUTE: "A recomputed layer returns hidden states without their streams.",
+        KEYS_SHARED: (
+            "Layers that share keys are found by their names, which differ for wrapped layers."
+        ),
+    },
+    MIXERS: {
+        CONTEXT_PARALLEL: "A state would miss the tokens of other ranks.",
+        FSDP: "It has not been tested with parameters that stay fp32.",
+        MUP: "How the mixers' learning rates scale with the width has not been derived.",
+        META_DEVICE: _NOT_INITIALIZED,
+        FP32_RESIDUAL: _UNTESTED,
+        MAMBA_GRAPHS: "Capturing these mixers has not been tested.",
+    },
+    M2RNN: {
+        TENSOR_PARALLEL: (
+            "All heads share a query and a key, and their number is seldom a multiple of the "
+            "ranks; the layer is neither sharded nor replicated over ranks."
+        ),
+        FP4: "The width of M2RNN's projection is not a multiple of 16.",
+        DELAYED_FP8: "One context is around all layers, and M2RNN's stay in bf16.",
+    },
+    CLIPPED_M2RNN: {FP16: "Gradients times the scale of the loss would be clipped."},
+    EMBEDDINGS: {
+        CONTEXT_PARALLEL: "An n-gram would miss the tokens of other ranks.",
+        FSDP: "The copy of the MTP stage would get a part of the gradient of another part.",
+        MUP: "How their learning rates scale with the width has not been derived.",
+        OVERLAPPED_EXPERTS: "Its schedule calls the MTP depths without their tokens' context.",
+        WHOLE_STEP_GRAPHS: (
+            "The graph replays copies of the tokens, and what is attached to them is not copied."
+        ),
+        LAYOUT_WITH_MTP: (
+            "The copies of the parameters are expected in the first and in the last stage."
+        ),
+        META_DEVICE: _NOT_INITIALIZED,
+    },
+    DENSE_STEPS: {
+        CUDA_GRAPHS: "A captured step replays its own loss: the indexer would keep the dense one.",
+        CUDNN_WITHOUT_DENSE_LOSS: "This backend has no dense loss there.",
+    },
+    EXPERT_OVERLAP: {
+        SEVERAL_DEPTHS: "Megatron's combined 1F1B schedule, which overlaps it, supports one depth.",
+        HYBRID: "It has no `build_schedule_plan`, which Megatron calls in the first step.",
+    },
+    CUDNN_DSA: {
+        NOT_BF16: "Every rank would stop when it builds its first DSA layer.",
+        DENSE_LOSS_OF_PARTS: "Every rank would stop when it builds its first DSA layer.",
+        UNFUSED_ATTENTION: "Megatron runs unfused, and the run would be recorded as fused.",
+    },
+    TILELANG_DSA: {
+        FP32: "Every rank would stop when it builds its first DSA layer.",
+        UNFUSED_ATTENTION: "Megatron runs unfused, and the run would be recorded as fused.",
+    },
+    CUDA_GRAPHS_OF_LAYERS: {
+        PACKED_DOCUMENTS: (
+            "The lengths of a pack's documents change from step to step, and a graph takes only "
+            "tensors of fixed shapes: Megatron would end the run at its first step."
+        ),
+        DROPLESS_EXPERTS: (
+            "The number of tokens per expert changes from step to step, and is known only to the "
+            "GPU; the host has to wait for it, which no graph can do."
+        ),
+    },
+    TRAINER: {
+        CONTEXT_PARALLEL: "It does not split a sequence over ranks: all would see all of it."
+    },
+}
+"""By part: each option that it does not support, and the reason."""
+
+SHARED_KEYS_OUTSIDE_STACKS: Mapping[Option, str] = {
+    GRAPHS_OF_SOME_LAYERS: (
+        "A replayed layer cannot pass its keys to one that is not captured, nor take them from it."
+    ),
+    OVERLAPPED_EXPERTS: "A layer could not tell which microbatch's keys are its own.",
+}
+"""For the pages that pass keys from layer to layer through their stack."""
+
+SHARED_KEYS_IN_GRAPHS: Mapping[Option, str] = {
+    GRAPHS_OF_ONE_ATTENTION: (
+        "Layers are captured without their stack, through which a Shared layer finds the keys of "
+        "its Full layer."
+    ),
+}
+"""Further, where captured layers do not carry the keys."""
+
+RULES: tuple[Rule, ...] = tuple(
+    rule for part, options in UNSUPPORTED.items() for rule in unsupported(part, options)
+)

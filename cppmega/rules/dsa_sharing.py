@@ -1,0 +1,135 @@
+"""Rules of DSA layers that share keys, by Megatron's options or by a pattern of F and S."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from cppmega.errors import CppmegaError
+from cppmega.host import env
+from cppmega.rules.questions import layer_pattern, uses_dsa, variables
+from cppmega.rules.rule import Rule, Run
+from cppmega.sizes import dsa_layers as kinds
+
+_PART = "DSA layers that share keys"
+_WEIGHT = re.compile(r"(.*)\.core_attention\.indexer\.")
+_STACKED = re.compile(r"(.*\.layers)\.(?!\d)")
+"""A tensor that stacks one weight of all layers, as homogeneous models are saved."""
+
+
+def sources(args: Any) -> kinds.Sources:
+    """The decoder's DSA layers, each with the layer whose keys it uses.
+
+    Raises:
+        CppmegaError: what `dsa_layers.decide` raises.
+    """
+    asked = _is_asked(args)
+    pattern = env.DSA_INDEX_PATTERN.read(variables(args)) if asked else ""
+    frequency, offset = kinds.options_of(args)
+    return kinds.decide(pattern, frequency, offset, _layers(args), asked=asked)
+
+
+def indexed_layers(names: Iterable[str]) -> list[str]:
+    """The attentions that have an indexer, in order; optimizer entries are ignored."""
+    weights = (None if name.startswith("optimizer.") else _WEIGHT.match(name) for name in names)
+    return list(dict.fromkeys(weight[1] for weight in weights if weight is not None))
+
+
+def not_saved(layers: Sequence[str], held: Iterable[str]) -> CppmegaError:
+    """The error for indexers that a checkpoint lacks.
+
+    Args:
+        layers: the attentions whose indexer is missing.
+        held: those whose indexer the checkpoint has.
+    """
+    return _NOT_SAVED.error(_missing(layers, held))
+
+
+def _missing(layers: Sequence[str], held: Iterable[str]) -> dict[str, str]:
+    stacked = any(_STACKED.match(f"{layer}.") for layer in held)
+    form = " It holds those of all layers in one tensor each." if stacked else ""
+    return {"missing": ", ".join(layers), "form": form} if layers else {}
+
+
+def _is_asked(args: Any) -> bool:
+    return env.INDEX_CACHE.read(variables(args))
+
+
+def _check(run: Run) -> bool:
+    """Read the kinds of the layers; whatever they contradict is raised."""
+    if uses_dsa(run):
+        found = sources(run)
+        for stage in _stages(run):
+            kinds.check_stage(found, stage)
+    return False
+
+
+def _ignored(run: Run) -> object:
+    pattern = env.DSA_INDEX_PATTERN.read(run.cppmega_variables)
+    return uses_dsa(run) and pattern and not _is_asked(run) and {"pattern": pattern}
+
+
+def _lacking(run: Run) -> dict[str, str]:
+    """The Full layers whose indexer is not in the checkpoint that the run resumes from."""
+    held = indexed_layers(run.saved) if uses_dsa(run) else []
+    if not held:
+        return {}
+    ends = [layer.rpartition("decoder.")[2] for layer in held]
+    found = sources(run)
+    full = [number for number, source in found.items() if number == source]
+    if "layers.self_attention" in ends and len(full) == len(found):
+        return {}  # one tensor stacks the weights of all layers
+    names = (f"layers.{number - 1}.self_attention" for number in full)
+    return _missing([f"decoder.{name}" for name in names if name not in ends], held)
+
+
+def _layers(args: Any) -> list[int]:
+    if pattern := layer_pattern(args):
+        return kinds.dsa_layers(pattern.partition("/")[0].replace("|", ""))
+    return list(range(1, args.num_layers + 1))
+
+
+def _stages(args: Any) -> list[list[int]]:
+    """The DSA layers of every stage; none if the stages differ in length.
+
+    Such stages are checked when the model is built.
+    """
+    pattern = layer_pattern(args).partition("/")[0]
+    if "|" in pattern:
+        return kinds.marked_stages(pattern)
+    uneven = (
+        *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers"),
+        *("decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split"),
+        "account_for_loss_in_pipeline_split",
+    )
+    if any(getattr(args, name, None) for name in uneven):
+        return []
+    stages = getattr(args, "pipeline_model_parallel_size", None) or 1
+    stages *= 1 if pattern else getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
+    return kinds.even_stages(pattern or kinds.LETTER * args.num_layers, stages)
+
+
+_NOT_SAVED = Rule(
+    concerns=_PART,
+    name="dsa-indexer-not-saved",
+    when=_lacking,
+    what="The checkpoint has no weights for the indexers of {missing}.{form}",
+    why="These layers would choose keys at random: it was saved by a model in which they share "
+    "keys, or in another layout.",
+    cure=f"train with the sharing that it was saved with ({env.INDEX_CACHE.name}=1 "
+    f"{env.DSA_INDEX_PATTERN.name}=..., or --dsa-indexer-topk-freq)",
+)
+RULES: tuple[Rule, ...] = (
+    Rule(concerns=_PART, when=_check),
+    Rule(
+        concerns=_PART,
+        name="dsa-index-pattern-ignored",
+        when=_ignored,
+        what=f"{env.DSA_INDEX_PATTERN.name}={{pattern}} is set, and {env.INDEX_CACHE.name} is not.",
+        why="Every DSA layer would select its own keys.",
+        cure=f"export {env.INDEX_CACHE.name}=1, then python -m cppmega.apply_patches; or unset "
+        f"{env.DSA_INDEX_PATTERN.name}",
+    ),
+    _NOT_SAVED,
+)

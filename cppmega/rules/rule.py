@@ -1,0 +1,213 @@
+"""A rule of what a run may be, as data, and the run that it is asked about."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from cppmega.errors import CppmegaError
+
+Needs = Literal["recipe", "words", "pages", "trainer"]
+"""What a rule is asked about besides the arguments."""
+
+
+class Pages(Protocol):
+    """What the pages of a tree provide; see `Patch.provides`."""
+
+    def inside(self, name: str) -> tuple[Any, ...]:
+        """The values that pages in the code provide under a name."""
+
+    def outside(self, name: str) -> Mapping[str, tuple[Any, ...]]:
+        """The pages that would provide something under a name and are not in the code."""
+
+
+class Run:
+    """What is known of a run before its first step. An option that it lacks reads as None."""
+
+    def __init__(
+        self,
+        options: Any,
+        variables: Mapping[str, str] = os.environ,
+        *,
+        saved: Mapping[str, tuple[int, ...]] | None = None,
+        recipe: Any = None,
+        words: Collection[str] | None = None,
+        pages: Pages | None = None,
+        trainer: Any = None,
+    ) -> None:
+        """Collect what is known.
+
+        Args:
+            options: Megatron's parsed arguments, or a model's configuration, whose attributes have
+                the same names.
+            variables: the `CPPMEGA_*` variables of the ranks.
+            saved: names and shapes of the tensors from which the run resumes.
+            recipe: the recipe that the arguments come from.
+            words: the options on the command line, such as `--bf16`.
+            pages: what the pages of the tree provide.
+            trainer: the trainer's options of this start.
+        """
+        self._options = options
+        self.cppmega_variables = variables
+        self.saved = saved or {}
+        self.recipe, self.words, self.pages, self.trainer = recipe, words, pages, trainer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._options, name, None)
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is such an option, which the installed release may lack."""
+        return hasattr(self._options, name)
+
+
+class UnsupportedError(CppmegaError):
+    """Two things were asked for that do not work together.
+
+    Args:
+        part: the part of the run that does not support the other.
+        option: what it does not support, by the name of the argument where there is one.
+    """
+
+    part: str
+    option: str
+
+    def __init__(self, part: str, option: str = "", why: str = "", next: str = "") -> None:  # noqa: A002
+        handled = sys.exception()
+        if not option and isinstance(
+            handled, UnsupportedError
+        ):  # raised again with only its message
+            part, option, why, next = handled.part, handled.option, handled.why, handled.next  # noqa: A001
+        what = f"{option[:1].upper()}{option[1:]} cannot be combined with {part}."
+        super().__init__("unsupported", what, why, next)
+        self.part, self.option = part, option
+
+    def __reduce__(self) -> tuple[type[CppmegaError], tuple[str, str, str, str]]:
+        return type(self), (self.part, self.option, self.why, self.next)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a run that some options do not go with."""
+
+    name: str
+    used: Callable[[Any], object]
+    """Called with a run: whether it has the part."""
+    instead: str = "leave one of the two out"
+    """How to run without it, as the end of a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """Something that a run may ask for: an argument, or a value of it."""
+
+    name: str
+    used: Callable[[Any], object]
+    """Called with a run: whether it asks for this; a text is put in place of `{}` in the name."""
+    instead: str = ""
+    """What to do instead; empty: leave it out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A rule: what it concerns, when it is broken, and the sentences of the error.
+
+    The sentences may name options of the run in braces, and what `when` returns.
+    """
+
+    concerns: str
+    when: Callable[[Any], object]
+    """Called with the run: false where the rule holds. True, or the names and values for the
+    sentences, or several of those, one for each error. A question about a text that cannot be read
+    may raise its error."""
+    what: str = ""
+    why: str = ""
+    cure: str = ""
+    name: str = ""
+    """Of the error; empty: as whoever asks calls an invalid value."""
+    option: str = ""
+    """What `concerns` does not support; such a rule has no `what` and raises `unsupported`."""
+    needs: tuple[Needs, ...] = ()
+
+    def errors(self, run: Any, name: str, about: str = "") -> Iterator[CppmegaError]:
+        """The errors of a run that breaks the rule.
+
+        Args:
+            name: of an error to which the rule gives none.
+            about: text before what happened, such as the name of the recipe.
+        """
+        if not all(getattr(run, need) is not None for need in self.needs):
+            return
+        try:
+            found = self.when(run)
+            found = found if isinstance(found, Iterator) else [found] if found else []
+            cases = [case if isinstance(case, Mapping) else {} for case in found]
+        except CppmegaError as error:
+            yield error
+            return
+        for case in cases:
+            yield self.error(case, run, name, about)
+
+    def error(
+        self,
+        found: Mapping[str, Any],
+        run: Any = None,
+        name: str = "arguments-invalid",
+        about: str = "",
+    ) -> CppmegaError:
+        """The error of one case in which the rule is broken; see `errors`."""
+        names = _Names(run, found)
+        why, cure = self.why.format_map(names), self.cure.format_map(names)
+        if self.option:
+            return UnsupportedError(self.concerns, self.option.format_map(names), why, cure)
+        return CppmegaError(self.name or name, about + self.what.format_map(names), why, cure)
+
+
+class _Names(dict[str, Any]):
+    """The names in a rule's sentences: what it found, then the options of the run."""
+
+    def __init__(self, run: Any, found: Mapping[str, Any]) -> None:
+        super().__init__(found)
+        self._run = run
+
+    def __missing__(self, name: str) -> Any:
+        return getattr(self._run, name)
+
+
+def unsupported(part: Part, options: Mapping[Option, str]) -> Iterator[Rule]:
+    """The rules that a part does not support these options, each for its reason."""
+
+    def both(option: Option) -> Callable[[Any], object]:
+        def asks_for_both(run: Any) -> object:
+            how = part.used(run) and option.used(run)
+            return how and {"how": how}
+
+        return asks_for_both
+
+    for option, why in options.items():
+        name = option.name.replace("{}", "{how}")
+        yield Rule(
+            concerns=part.name,
+            option=name,
+            when=both(option),
+            why=why,
+            cure=f"{option.instead or f'leave out {name}'}, or {part.instead}",
+        )
+
+
+def errors(
+    rules: Iterable[Rule], run: Any, name: str = "arguments-invalid", about: str = ""
+) -> Iterator[CppmegaError]:
+    """The errors of all rules that a run breaks, in their order; see `Rule.errors`."""
+    for rule in rules:
+        yield from rule.errors(run, name, about)
+
+
+def check(
+    rules: Iterable[Rule], run: Any, name: str = "arguments-invalid", about: str = ""
+) -> None:
+    """Raise the first error of a run that breaks a rule; see `Rule.errors`."""
+    for error in errors(rules, run, name, about):
+        raise error

@@ -1,0 +1,160 @@
+"""Every combination of the table is refused, and neither of its two halves alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cppmega.recipe import M2RNN, Mamba3, NgramHash
+from cppmega.rules import combinations as c
+from cppmega.rules.rule import Option, Part, Rule, Run, UnsupportedError, errors, unsupported
+from cppmega.sizes import dsa_loss, stated
+
+BASE = {"bf16": True, "cuda_graph_impl": "none", "num_layers": 4}
+DSA = {"experimental_attention_variant": "dsa", "dsa_indexer_use_sparse_loss": True}
+MAMBA3 = {"CPPMEGA_MAMBA3": stated.text(Mamba3())}
+MATRIX = {"CPPMEGA_M2RNN": stated.text(M2RNN(gradient_clipping=None))}
+PACKED = SimpleNamespace(packed_documents=True)
+
+PARTS: dict[Part, dict[str, Any]] = {
+    c.MHC: {"enable_mhc_connections": True},
+    c.MIXERS: MAMBA3,
+    c.M2RNN: MATRIX,
+    c.CLIPPED_M2RNN: {"CPPMEGA_M2RNN": stated.text(M2RNN())},
+    c.EMBEDDINGS: {"CPPMEGA_NGRAM_HASH": stated.text(NgramHash())},
+    c.DENSE_STEPS: {**DSA, dsa_loss.GATE: "1"},
+    c.EXPERT_OVERLAP: {"overlap_moe_expert_parallel_comm": True},
+    c.CUDNN_DSA: {**DSA, "dsa_kernel_backend": "cudnn"},
+    c.TILELANG_DSA: {**DSA, "dsa_kernel_backend": "tilelang"},
+    c.CUDA_GRAPHS_OF_LAYERS: {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn"]},
+    c.TRAINER: {"recipe": SimpleNamespace(packed_documents=False)},
+    c.SHARED_KEYS: {**DSA, "dsa_indexer_topk_freq": 4},
+}
+"""What has each part: arguments, variables, or a recipe."""
+
+OPTIONS: dict[Option, dict[str, Any]] = {
+    c.CONTEXT_PARALLEL: {"context_parallel_size": 2},
+    c.TENSOR_PARALLEL: {"tensor_model_parallel_size": 2},
+    c.VIRTUAL_STAGES: {"virtual_pipeline_model_parallel_size": 2},
+    c.FSDP: {"use_megatron_fsdp": True},
+    c.MEGATRON_FSDP: {"use_megatron_fsdp": True},
+    c.TORCH_FSDP2: {"use_torch_fsdp2": True},
+    c.MUP: {"use_mup": True},
+    c.META_DEVICE: {"init_model_with_meta_device": True},
+    c.FP32_RESIDUAL: {"fp32_residual_connection": True},
+    c.DROPOUT: {"hidden_dropout": 0.1},
+    c.FP16: {"fp16": True, "bf16": False},
+    c.FP32: {"bf16": False},
+    c.NOT_BF16: {"fp16": True, "bf16": False},
+    c.FP8: {"fp8": "hybrid"},
+    c.FP4: {"fp4": "e2m1"},
+    c.DELAYED_FP8: {"fp8": "hybrid", "fp8_recipe": "delayed"},
+    c.PRECISION_AWARE: {"use_precision_aware_optimizer": True},
+    c.CUDA_GRAPHS: {"cuda_graph_impl": "transformer_engine"},
+    c.WHOLE_STEP_GRAPHS: {"cuda_graph_impl": "full_iteration"},
+    c.MAMBA_GRAPHS: {"cuda_graph_impl": "local", "cuda_graph_modules": []},
+    c.GRAPHS_OF_ONE_ATTENTION: {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn"]},
+    c.GRAPHS_OF_SOME_LAYERS: {
+        **{"cuda_graph_impl": "local", "cuda_graph_modules": ["attn"]},
+        **{"num_experts": 8, "moe_layer_freq": [0, 1, 1, 1]},
+    },
+    c.OVERLAPPED_EXPERTS: {"overlap_moe_expert_parallel_comm": True},
+    c.LAYOUT_WITH_MTP: {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|tmL"},
+    c.TP_OVERLAP_WITH_MTP: {"mtp_num_layers": 1, "tp_comm_overlap": True},
+    c.SEVERAL_DEPTHS: {"mtp_num_layers": 2},
+    c.HYBRID: {"hybrid_layer_pattern": "M*-"},
+    c.DETACHED_DEPTHS: {"mtp_detach_heads": True},
+    c.RECOMPUTED_MLP: {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["mhc", "mlp"],
+    },
+    c.MAMBA_RECOMPUTE: {"CPPMEGA_MAMBA_RECOMPUTE": "1"},
+    c.OFFLOADING: {"cpu_offloading": True},
+    c.FUSED_TP_INFERENCE: {"inference_fuse_tp_communication": True},
+    c.HETEROGENEOUS: {"heterogeneous_layers_config_path": "layers.json"},
+    c.KEYS_SHARED: {**DSA, "CPPMEGA_INDEX_CACHE": "1"},
+    c.PACKED_DOCUMENTS: {"recipe": PACKED},
+    c.DROPLESS_EXPERTS: {
+        **{"cuda_graph_impl": "local", "cuda_graph_modules": ["moe"], "num_experts": 8},
+    },
+    c.DENSE_LOSS_OF_PARTS: {
+        **{"dsa_indexer_use_sparse_loss": False, "dsa_indexer_loss_coeff": 0.1},
+        "context_parallel_size": 2,
+    },
+    c.CUDNN_WITHOUT_DENSE_LOSS: {**DSA, "dsa_kernel_backend": "cudnn", "context_parallel_size": 2},
+    c.UNFUSED_ATTENTION: {"attention_backend": "AttnBackend.unfused"},
+}
+
+IN_PAGES = {**c.SHARED_KEYS_OUTSIDE_STACKS, **c.SHARED_KEYS_IN_GRAPHS}
+TABLE = {**c.UNSUPPORTED, c.SHARED_KEYS: IN_PAGES}
+CELLS = [(part, option) for part, options in TABLE.items() for option in options]
+
+
+def run(**given: Any) -> Run:
+    """A run with these arguments, variables (by their names) and recipe."""
+    options = {name: value for name, value in given.items() if not name.startswith("CPPMEGA_")}
+    variables = {name: value for name, value in given.items() if name.startswith("CPPMEGA_")}
+    recipe = options.pop("recipe", None)
+    return Run(SimpleNamespace(**BASE | options), variables, recipe=recipe)
+
+
+def rule_of(part: Part, option: Option) -> Rule:
+    (rule,) = unsupported(part, {option: TABLE[part][option]})
+    return rule
+
+
+@pytest.mark.parametrize(
+    ("part", "option"), CELLS, ids=lambda each: each.name.replace(" ", "-") if each else ""
+)
+def test_a_combination_is_refused(part: Part, option: Option) -> None:
+    rule = rule_of(part, option)
+    (error,) = errors([rule], run(**PARTS[part] | OPTIONS[option]))
+    assert isinstance(error, UnsupportedError) and error.name == "unsupported"
+    assert error.part == part.name and "{" not in error.what
+    assert error.option.lower() in error.what.lower()
+    assert error.why.endswith(".") and part.instead in error.next and "{" not in error.next
+    if option is not c.CUDNN_WITHOUT_DENSE_LOSS:  # an option of the very part
+        assert not [*errors([rule], run(**PARTS[part]))]
+    assert not [*errors([rule], run(**OPTIONS[option]))] or part is c.CUDA_GRAPHS_OF_LAYERS
+
+
+def test_every_part_and_option_of_the_module_is_in_the_table() -> None:
+    stated_there = {each for each in vars(c).values() if isinstance(each, (Part, Option))}
+    used = {each for cell in CELLS for each in cell}
+    helpers = {c.DENSE_LOSS, c.MAMBA3, c.PRECISION_AWARE}
+    assert stated_there - used <= helpers
+
+
+@pytest.mark.parametrize(
+    "graphs",
+    [
+        {"cuda_graph_impl": "local"},
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": []},
+        {"cuda_graph_impl": "full_iteration"},
+        {"cuda_graph_impl": "local", "cuda_graph_modules": ["mamba"]},
+        {"enable_cuda_graph": True},
+        {"external_cuda_graph": True, "cuda_graph_scope": "full"},
+    ],
+)
+def test_whatever_captures_complete_layers_captures_mixers(graphs: dict[str, Any]) -> None:
+    rule = rule_of(c.MIXERS, c.MAMBA_GRAPHS)
+    assert [*errors([rule], run(**MAMBA3 | graphs))]
+    parts = {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn"]}
+    assert not [*errors([rule], run(**MAMBA3 | parts))]
+
+
+def test_an_error_survives_the_processes_that_pass_it_on() -> None:
+    import pickle
+
+    error = UnsupportedError("hyper-connections", "--fp8-format", "Not tested.", "leave it out")
+    again = pickle.loads(pickle.dumps(error))
+    assert again.as_json() == error.as_json() and again.option == "--fp8-format"
+    try:
+        try:
+            raise error
+        except UnsupportedError as first:  # as Megatron's `build_module` does
+            raise type(first)(f"{first} when instantiating Layer") from None
+    except UnsupportedError as second:
+        assert second.as_json() == error.as_json()
