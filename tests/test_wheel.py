@@ -155,7 +155,7 @@ def test_without_torch_it_reads_and_patches_and_names_the_interpreter_that_train
     assert run("status").returncode == 0
     refused = run("verify", name, "--json")
     error = json.loads(refused.stdout)["error"]
-    assert refused.returncode == 1 and error["name"] == "no-torch"
+    assert refused.returncode == 1 and error["name"] == "package-missing"
     assert error["next"].startswith(f"{trains} -m cppmega verify")
     assert run("revert").returncode == 0
     assert snapshot(root) == before

@@ -47,11 +47,11 @@ def compare(old: tuple[str, Tree], new: tuple[str, Tree], pages: Mapping[str, Pa
         pages: the catalogue.
 
     Raises:
-        CppmegaError: `nothing-to-compare`.
+        CppmegaError: `nothing-to-do`.
     """
     if not any(old[1].has(name) and new[1].has(name) for name in PACKAGES):
         raise CppmegaError(
-            "nothing-to-compare",
+            "nothing-to-do",
             f"{old[0]} and {new[0]} hold no package in common that patches target.",
             "No patch would be compared, and all of them would be reported as safe.",
             "cppmega drift OLD NEW, with two releases of one package",

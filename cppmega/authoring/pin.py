@@ -96,7 +96,7 @@ def pin(
         unverified: accept that the proof cannot run on this machine.
 
     Raises:
-        CppmegaError: `law-...` names the law that fails; `ambiguous-edit`, `nothing-to-pin`,
+        CppmegaError: `law-...` names the law that fails; `ambiguous-edit`, `nothing-to-do`,
             `label-taken`, `needs-missing`, `pins-not-found`. Nothing is written in these cases.
     """
     plan = _plan(page, tree)
@@ -129,7 +129,7 @@ def _plan(page: Page, tree: Tree) -> Plan:
     verdict, distribution = plan.verdicts[page.name], page.patch.distributions[0]
     if verdict.state in ("upstreamed", "not-applicable"):
         raise CppmegaError(
-            "nothing-to-pin",
+            "nothing-to-do",
             f"{page.name} is {verdict.state} on {distribution} {tree.version_of(distribution)}: "
             f"{verdict.detail}.",
             "A pin declares that the text has the bug. Nothing was written.",
@@ -167,7 +167,7 @@ def _choices(page: Page, plan: Plan, texts: Mapping[str, str], like: str) -> lis
     versions = dict.fromkeys(v for edit in page.patch.edits for v in edit.pins)
     if like and like not in versions:
         raise CppmegaError(
-            "no-such-pin",
+            "pins-not-found",
             f"{page.name} pins {', '.join(versions)}, and not {like}.",
             "There is no edit to use. Nothing was written.",
             f"cppmega explain {page.name}",
@@ -337,7 +337,7 @@ def _write(path: Path, data: bytes) -> None:
         Path(new.name).replace(path)
     except OSError as error:
         raise CppmegaError(
-            "page-not-writable",
+            "folder-not-writable",
             f"{path} cannot be written: {error.strerror}.",
             "The pin was not added.",
             "copy the page into a folder of your own and pass it as --patches",

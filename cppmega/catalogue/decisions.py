@@ -66,14 +66,14 @@ def load() -> dict[str, Decision]:
     """The table, by the names of its rows.
 
     Raises:
-        CppmegaError: `bad-decisions`.
+        CppmegaError: `bad-catalogue`.
     """
     path = builtin_folder() / "not.toml"
     try:
         return msgspec.toml.decode(path.read_bytes(), type=dict[str, Decision])
     except (OSError, msgspec.DecodeError) as error:
         raise CppmegaError(
-            "bad-decisions",
+            "bad-catalogue",
             f"{path}: {error}",
             "`cppmega explain` and the refusals of variables quote this table.",
             "restore the file, or install cppmega again",

@@ -110,12 +110,12 @@ def wanted(page: str, when: Callable[[Any], bool], args: Any) -> bool:
     """Whether a run with these arguments must reach a page, according to the page's `when`.
 
     Raises:
-        CppmegaError: `bad-when`, also if it does not return a bool.
+        CppmegaError: `page-failed`, also if it does not return a bool.
     """
 
     def failed(what: str) -> CppmegaError:
         return CppmegaError(
-            "bad-when",
+            "page-failed",
             f"`when` of {page} {what}.",
             "Without its answer, it is not known whether this run must reach the patch.",
             "correct the page; `when` takes the run's arguments and returns True or False",

@@ -126,7 +126,7 @@ def subjects(folder: Path) -> dict[str, str]:
     """The subjects of a catalogue, which are the names of its folders, with their titles.
 
     Raises:
-        CppmegaError: `bad-subjects`.
+        CppmegaError: `bad-catalogue`.
     """
     file = folder / SUBJECTS
     try:
@@ -153,7 +153,7 @@ def _titles(folder: Path, data: bytes) -> dict[str, str]:
 
 def _bad_subjects(file: Path, what: str) -> CppmegaError:
     return CppmegaError(
-        "bad-subjects",
+        "bad-catalogue",
         f"{file}: {what}.",
         "The pages in the folders that it lists would silently be missing.",
         'correct the file: each line is `folder = "title"`',

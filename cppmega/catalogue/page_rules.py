@@ -49,7 +49,7 @@ def _of_page(page: Page, run: Run) -> list[CppmegaError]:
 
     def failed(what: str) -> CppmegaError:
         return CppmegaError(
-            "bad-rule",
+            "page-failed",
             f"A rule of {page.name} {what}.",
             "Whether the page supports this run is not known.",
             "correct the page; `when` of a rule gets a run, and returns whether it is broken",

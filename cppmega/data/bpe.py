@@ -39,7 +39,7 @@ def train(texts: Iterable[str], size: int, folder: Path) -> None:
         folder: gets `tokenizer.json` and, written before it, `tokenizer_config.json`.
 
     Raises:
-        CppmegaError: `tokenizers-not-installed`, `vocabulary-not-filled`.
+        CppmegaError: `package-missing`, `vocabulary-not-filled`.
     """
     try:
         package: Any = importlib.import_module("tokenizers")

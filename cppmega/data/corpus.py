@@ -132,7 +132,7 @@ def read_card(prefix: Path) -> Card | None:
     """Read the card of a dataset; None if it has none.
 
     Raises:
-        CppmegaError: `data-card-broken`.
+        CppmegaError: `data-broken`.
     """
     path = with_suffix(prefix, ".json")
     try:
@@ -147,7 +147,7 @@ def read_card(prefix: Path) -> Card | None:
         problem = str(error)
     if problem:
         raise CppmegaError(
-            "data-card-broken",
+            "data-broken",
             f"{path} cannot be used: {problem}",
             "It records which tokenizer made the data.",
             "upgrade cppmega if a later release wrote it; else restore it, or prepare the data "
@@ -171,7 +171,7 @@ def open_(prefix: Path) -> Corpus:
     """Open a dataset whose files are present, complete and consistent.
 
     Raises:
-        CppmegaError: `data-not-found`, `data-unfinished`, `data-broken`, `data-card-broken`.
+        CppmegaError: `data-not-found`, `data-unfinished`, `data-broken`.
     """
     index, data = with_suffix(prefix, ".idx"), with_suffix(prefix, ".bin")
     missing = [path.name for path in (index, data) if not path.is_file()]

@@ -232,7 +232,7 @@ def _numbers(index: Index, dtype: str, at: int, count: int) -> np.ndarray[Any, A
         import numpy as np
     except ModuleNotFoundError:
         raise CppmegaError(
-            "no-numpy",
+            "package-missing",
             f"The interpreter of this command, {sys.executable}, has no numpy.",
             f"{index.path} is read with it, as Megatron does.",
             "the same command with the interpreter that trains; or pip install numpy",

@@ -129,8 +129,8 @@ def prepare(
 
     Raises:
         CppmegaError: `data-exists`, `inputs-changed`, `input-not-found`, `no-input`, `bad-jsonl`,
-            `no-documents`, `data-in-use`, `preparation-damaged`, `language-unknown`,
-            `grammars-not-installed`, `grammar-differs`, `encoder-died`.
+            `data-in-use`, `preparation-damaged`, `language-unknown`, `package-missing`,
+            `grammar-differs`, `encoder-died`.
     """
     paths = sources.files(inputs, suffixes)
     asked = _structure_settings(paths, structure, language_key)
@@ -147,7 +147,7 @@ def _structure_settings(
     """Everything on which the structure ids depend; None if none are wanted.
 
     Raises:
-        CppmegaError: `language-unknown`, `grammars-not-installed`, `grammar-differs`.
+        CppmegaError: `language-unknown`, `package-missing`, `grammar-differs`.
     """
     lines = next((path for path in paths if path.suffix == ".jsonl"), None)
     if structure and lines is not None and language_key is None:
@@ -167,7 +167,7 @@ def _build(job: _Job, state: PrepareProgress) -> Card:
         _write_shards(job, state)
         if not state.documents:
             raise CppmegaError(
-                "no-documents",
+                "no-input",
                 f"None of the {state.read} documents read is in the dataset: {state.skipped}.",
                 "Megatron cannot train on an empty dataset.",
                 "other inputs",

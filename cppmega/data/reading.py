@@ -44,7 +44,7 @@ def check(found: Corpus, reading: Reading, vocab_size: int) -> None:
     """Check that what was read can be trained on.
 
     Raises:
-        CppmegaError: `token-out-of-vocabulary`, `data-changed`, `data-has-holes`.
+        CppmegaError: `token-out-of-vocabulary`, `data-changed`, `data-broken`.
     """
     corpus.check_id(found, reading.highest, reading.highest_at, vocab_size)
     corpus.check_id(found, reading.lowest, reading.lowest_at, vocab_size)
@@ -59,7 +59,7 @@ def check(found: Corpus, reading: Reading, vocab_size: int) -> None:
             )
     elif reading.zeros and not reading.zeros_are_data:
         raise CppmegaError(
-            "data-has-holes",
+            "data-broken",
             f"{found.data_file} has {reading.zeros} blocks of 64 KiB that are all zeros.",
             "An unfinished download or copy looks like that, and would be trained on.",
             "compare it with its source; if token 0 fills them: "

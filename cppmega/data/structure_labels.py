@@ -30,7 +30,7 @@ def grammars() -> dict[str, str]:
         Package -> version, of tree-sitter and of every grammar: they decide the ids, too.
 
     Raises:
-        CppmegaError: `grammars-not-installed`, `grammar-differs`.
+        CppmegaError: `package-missing`, `grammar-differs`.
     """
     for language in NODE_TYPES:
         _kinds(language)
@@ -140,7 +140,7 @@ def _grammar(language: Language) -> tree_sitter.Language:
         package: Any = importlib.import_module(f"tree_sitter_{language}")
     except ImportError as error:
         raise CppmegaError(
-            "grammars-not-installed",
+            "package-missing",
             f"The package {error.name} is missing.",
             "The structure of source code is read with the grammars of tree-sitter.",
             "pip install 'cppmega[data]', or prepare the data without --structure",
@@ -153,7 +153,7 @@ def _kinds(language: Language) -> list[int]:
     """The kind of every id that the grammar has for a node type; 0: that of the enclosing node.
 
     Raises:
-        CppmegaError: `grammars-not-installed`, `grammar-differs`.
+        CppmegaError: `package-missing`, `grammar-differs`.
     """
     grammar = _grammar(language)
     kinds = [int(Kind.NONE)] * grammar.node_kind_count

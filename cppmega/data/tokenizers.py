@@ -111,13 +111,13 @@ class HuggingFaceTokenizer:
             eod: the token that ends a document; default: the end token its configuration names.
 
         Raises:
-            CppmegaError: `tokenizer-not-found`, `tokenizers-not-installed`, `tokenizer-broken`,
+            CppmegaError: `input-not-found`, `package-missing`, `tokenizer-broken`,
                 `no-end-token`.
         """
         self.file = path / "tokenizer.json" if path.is_dir() else path
         if not self.file.is_file():
             raise CppmegaError(
-                "tokenizer-not-found",
+                "input-not-found",
                 f"There is no tokenizer file {self.file}.",
                 "Without it the text cannot become tokens.",
                 "--tokenizer byte, or the path of a tokenizer.json or of its folder",
@@ -194,7 +194,7 @@ def not_installed(needed: str) -> CppmegaError:
         needed: a sentence about what it would do.
     """
     return CppmegaError(
-        "tokenizers-not-installed",
+        "package-missing",
         "The package tokenizers is missing.",
         needed,
         "pip install tokenizers, or use --tokenizer byte",

@@ -24,12 +24,12 @@ def require_torch(root: Path, module: str, *, or_below: bool = False) -> None:
         or_below: the processes also import from that folder, where torch may be.
 
     Raises:
-        CppmegaError: `no-torch`.
+        CppmegaError: `package-missing`.
     """
     if folder_of("torch") is not None or (or_below and _holds_torch(root)):
         return
     raise CppmegaError(
-        "no-torch",
+        "package-missing",
         f"The interpreter of this command, {sys.executable}, has no torch.",
         "Megatron cannot be imported there. A result would be about this environment, not about "
         "the one that trains.",

@@ -29,7 +29,7 @@ def create(validated: ValidatedLaunch) -> Node:
 
     Raises:
         RunExistsError: `run-exists`.
-        CppmegaError: `run-folder-not-written`, `launch-differs`, and what `run_folder.create`
+        CppmegaError: `write-failed`, `launch-differs`, and what `run_folder.create`
             raises.
     """
     runs = validated.folder.parent
@@ -46,7 +46,7 @@ def create(validated: ValidatedLaunch) -> Node:
     except OSError as error:
         shutil.rmtree(run.path, ignore_errors=True)  # it is new, and not a run yet
         raise CppmegaError(
-            "run-folder-not-written",
+            "write-failed",
             f"{run.path} cannot be written: {error.strerror}.",
             "Without its manifest the run could not be identified later. Nothing was started.",
             f"df -h {runs}; or --runs FOLDER on a disk with room",

@@ -150,7 +150,7 @@ def _folder(request: LaunchRequest, recipe: Recipe, runs: Path) -> Path:
 
     Raises:
         RunExistsError: `run-exists`.
-        CppmegaError: `bad-run-name`.
+        CppmegaError: `bad-name`.
     """
     if request.name is None:
         return runs / run_folder.fresh_name(runs, recipe.name)

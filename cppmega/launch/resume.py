@@ -148,8 +148,8 @@ def check(recipe: Recipe, old: Earlier) -> None:
     """Check that a run can be resumed, and with this recipe.
 
     Raises:
-        CppmegaError: `run-of-another-recipe`, `run-of-another-model`, `run-still-running`,
-            `nothing-to-resume`.
+        CppmegaError: `checkpoint-of-another-recipe`, `checkpoint-of-another-model`,
+            `run-still-running`, `nothing-to-do`.
     """
     run = old.run
     _refuse_other_recipe(recipe, run)
@@ -225,7 +225,7 @@ def _by_name(words: Sequence[str]) -> dict[str, list[Option]]:
 def _nothing_to_resume(old: Run) -> CppmegaError:
     origin = old.outline.resumes
     return CppmegaError(
-        "nothing-to-resume",
+        "nothing-to-do",
         f"{old.name} ({old.state()}) has no complete checkpoint in {old.checkpoints}.",
         "A fresh start would be recorded as a resumed run.",
         f"--resume {origin}, which it had resumed"
@@ -238,7 +238,7 @@ def _refuse_other_recipe(recipe: Recipe, old: Run) -> None:
     name = old.outline.recipe.name
     if name != recipe.name:
         raise CppmegaError(
-            "run-of-another-recipe",
+            "checkpoint-of-another-recipe",
             f"{old.name} is a run of recipe {name}, not of {recipe.name}.",
             "Its checkpoint is another model's, or the record of it would be another recipe's.",
             f"cppmega launch --resume {old.word}",
@@ -259,7 +259,7 @@ def _refuse_other_model(recipe: Recipe, old: Earlier) -> None:
     ]
     if differences:
         raise CppmegaError(
-            "run-of-another-model",
+            "checkpoint-of-another-model",
             f"{old.run.name} and this launch differ: {', '.join(differences)}.",
             "The weights of its checkpoint do not fit.",
             f"cppmega launch --resume {old.run.word}, with the recipe that it kept and its --set",

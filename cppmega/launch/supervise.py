@@ -90,7 +90,7 @@ class Supervisor:
             The exit status.
 
         Raises:
-            CppmegaError: `run-began-already`, `run-folder-not-written`; nothing was started.
+            CppmegaError: `run-began-already`, `write-failed`; nothing was started.
         """
         if self.node.status_file.exists():
             raise _began_already(self.node)
@@ -333,7 +333,7 @@ def _began_already(node: Node) -> CppmegaError:
 
 def _not_written(node: Node, error: OSError) -> CppmegaError:
     return CppmegaError(
-        "run-folder-not-written",
+        "write-failed",
         f"{node.path} cannot be written: {error.strerror}.",
         "There would be no record of how the run ended. Nothing was started.",
         f"df -h {node.path}; then launch again with --runs FOLDER on a disk with room",

@@ -17,7 +17,7 @@ def wanted_patches(recipe: Recipe, pages: Mapping[str, Page]) -> tuple[str, ...]
     """List the patches that a recipe names, and those that its field values require.
 
     Raises:
-        CppmegaError: `bad-wanted-by`.
+        CppmegaError: `page-failed`.
     """
     asked = _asked({n: p.patch.wanted_by for n, p in pages.items() if p.patch.wanted_by}, recipe)
     return tuple(dict.fromkeys((*recipe.patches, *asked)))
@@ -39,7 +39,7 @@ def _asked(questions: Mapping[str, Question], recipe: Recipe) -> list[str]:
 
     def failed(what: str) -> CppmegaError:
         return CppmegaError(
-            "bad-wanted-by",
+            "page-failed",
             f"`wanted_by` of {page or ', '.join(questions)} {what}.",
             f"It is not known whether recipe {recipe.name} may start without the patch.",
             "correct the page; `wanted_by` takes a recipe and returns True or False",

@@ -123,7 +123,7 @@ class Context:
         """Patches without which the recipe must not start; none where there is no recipe.
 
         Raises:
-            CppmegaError: `bad-wanted-by`.
+            CppmegaError: `page-failed`.
         """
         return wanted_patches(self.recipe, self.session.pages) if self.recipe is not None else ()
 

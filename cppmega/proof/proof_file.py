@@ -93,12 +93,12 @@ def record(plan: Plan, proved: Sequence[Page]) -> list[Path]:
         The files that were written.
 
     Raises:
-        CppmegaError: `nothing-to-record`, `proofs-not-written`, `proofs-unreadable`.
+        CppmegaError: `nothing-to-do`, `write-failed`, `proofs-unreadable`.
     """
     pages = [page for page in proved if set(page.patch.needs) - {"cpu"}]
     if not pages:
         raise CppmegaError(
-            "nothing-to-record",
+            "nothing-to-do",
             "None of the pages that were proved here needs more than a CPU.",
             "Proofs on a CPU are repeated on every machine, and are not recorded.",
             "run it on a machine with what a page needs: cppmega explain NAME shows it",
@@ -130,7 +130,7 @@ def _write(page: Page, proof: RecordedProof) -> None:
         new.replace(path)
     except OSError as error:
         raise CppmegaError(
-            "proofs-not-written",
+            "write-failed",
             f"{path} cannot be written: {error.strerror}.",
             "The proof would have to run again.",
             "run it from a checkout that you can write",

@@ -77,7 +77,7 @@ def verify(
 
     Raises:
         CppmegaError: a named page is not needed here, or the tree is in a bad state;
-            `not-recorded`, `nothing-to-record`.
+            `not-recorded`, `nothing-to-do`.
     """
     loaded = receipt.load(session.read_tree())
     gates = dict(loaded.receipt.gates)
@@ -154,7 +154,7 @@ def _chosen(plan: Plan, names: Sequence[str]) -> list[Page]:
             state = verdict.state if verdict is not None else "unknown"
             detail = f": {verdict.detail}" if verdict is not None and verdict.detail else ""
             raise CppmegaError(
-                "nothing-to-verify",
+                "nothing-to-do",
                 f"{name} is {state} on megatron-core {plan.tree.version}{detail}.",
                 "There is no patched code to prove.",
                 "cppmega status",

@@ -57,7 +57,7 @@ def check(where: str) -> None:
     """Inspect all processes below this one, including those that were not started by Python.
 
     Raises:
-        CppmegaError: `worker-without-guard`.
+        CppmegaError: `rank-without-guard`.
     """
     entries = run_ledger.below(os.getpid())
     holds = {entry.pid for entry in entries if entry.what == "holds"}
@@ -71,7 +71,7 @@ def check(where: str) -> None:
         why = why or f"it has not joined within {_SECONDS:.0f} seconds"
         if _is_worker(pid, words):
             raise CppmegaError(
-                "worker-without-guard",
+                "rank-without-guard",
                 f"{where}: process {pid}, a worker of multiprocessing, does not carry the guard: "
                 f"{why}.",
                 "It loads data or writes checkpoints with code that was not checked.",

@@ -60,7 +60,7 @@ def decode(data: bytes, name: str) -> Text:
     """Decode the bytes of a Python file, and keep its line ends.
 
     Raises:
-        CppmegaError: `unreadable-python`, if the bytes are not text in the declared encoding.
+        CppmegaError: `unreadable-file`, if the bytes are not text in the declared encoding.
     """
     try:
         plain = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n") if b"\r" in data else data
@@ -83,7 +83,7 @@ def _line_end(lines: Sequence[str]) -> str:
 def unreadable(name: str, reason: str) -> CppmegaError:
     """Create the error for a file that cannot be read as Python."""
     return CppmegaError(
-        "unreadable-python",
+        "unreadable-file",
         f"{name} cannot be read as Python: {reason}.",
         "A truncated or foreign file can be neither patched nor trusted in training.",
         "save what was edited there, reinstall the package it belongs to, then run "

@@ -119,7 +119,7 @@ RULES: tuple[Rule, ...] = (
     Rule(concerns=DENSE_STEPS.name, when=_states_no_steps),
     Rule(
         concerns=DENSE_STEPS.name,
-        name="dsa-dense-loss-changes-nothing",
+        name="argument-without-effect",
         when=lambda run: DENSE_STEPS.used(run) and not run.dsa_indexer_loss_coeff,
         what=f"{dsa_loss.GATE} is on. The indexer has no loss: dsa_indexer_loss_coeff is 0.",
         why="It would seem to be on, but no step would differ.",
@@ -127,7 +127,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         concerns=DENSE_STEPS.name,
-        name="dsa-dense-loss-changes-nothing",
+        name="argument-without-effect",
         when=lambda run: DENSE_STEPS.used(run) and not run.dsa_indexer_use_sparse_loss,
         what=f"{dsa_loss.GATE} is on. The indexer's loss is dense in every step.",
         why="It would seem to be on, but no step would differ.",

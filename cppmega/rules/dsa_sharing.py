@@ -124,7 +124,7 @@ RULES: tuple[Rule, ...] = (
     Rule(concerns=_PART, when=_check),
     Rule(
         concerns=_PART,
-        name="dsa-index-pattern-ignored",
+        name="dsa-index-sharing",
         when=_ignored,
         what=f"{env.DSA_INDEX_PATTERN.name}={{pattern}} is set, and {env.INDEX_CACHE.name} is not.",
         why="Every DSA layer would select its own keys.",

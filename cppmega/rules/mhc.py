@@ -14,7 +14,7 @@ HEAD = "hc_head_fn"
 """The weight of the learned contraction, which earlier forms of mHC lack."""
 
 _ANOTHER = "Loaded into this model, it would define a different one, or keys would be missing."
-_NOT_ENABLED = "mhc-not-enabled"
+_NOT_ENABLED = "argument-without-effect"
 
 
 def _below(name: str, least: float) -> Rule:
@@ -85,7 +85,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         concerns=MHC.name,
-        name="mhc-checkpoint-has-streams",
+        name="checkpoint-of-another-model",
         when=_resumes(lambda run, has, head: has and not MHC.used(run)),
         what="The checkpoint is that of a model with hyper-connections.",
         why=_ANOTHER,
@@ -93,7 +93,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         concerns=MHC.name,
-        name="mhc-checkpoint-one-stream",
+        name="checkpoint-of-another-model",
         when=_resumes(lambda run, has, head: MHC.used(run) and not has),
         what="The checkpoint is that of a model with one residual stream.",
         why=_ANOTHER,
@@ -101,7 +101,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         concerns=MHC.name,
-        name="mhc-checkpoint-other-form",
+        name="checkpoint-of-another-model",
         when=_resumes(lambda run, has, head: MHC.used(run) and has and head is None),
         what="The checkpoint is that of a model whose streams end in their mean (main of August "
         "2026, or dev before June).",
@@ -110,7 +110,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         concerns=MHC.name,
-        name="mhc-checkpoint-streams",
+        name="checkpoint-of-another-model",
         when=_resumes(_other_streams),
         what="The checkpoint is that of a model with {saved} streams, not "
         "{mhc_num_residual_streams}.",

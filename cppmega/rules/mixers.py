@@ -76,7 +76,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         concerns=MAMBA3.name,
-        name="mamba3-other-definition",
+        name="checkpoint-of-another-model",
         when=_other_definition,
         what="The checkpoint's Mamba-3 layers compute A by {saved}; this run's, by {wanted}.",
         why="The parameters have the same names and shapes, but define a different model.",

@@ -57,7 +57,7 @@ def _session_gone(run: Run, name: str, node: Node) -> CppmegaError:
     status = node.status()
     pid = status.pid if status is not None else "in charge"
     return CppmegaError(
-        "session-gone",
+        "session-not-started",
         f"The tmux session {name} does not exist; process {pid} continues.",
         "The tmux server was ended, or belongs to another user.",
         f"cppmega logs -f {run.word}",
@@ -155,7 +155,7 @@ def _here(run: Run, command: str) -> Node:
         raise _ended(run, state, "It ended a moment ago.")
     if not hosts:
         raise CppmegaError(
-            "run-starting",
+            "run-still-running",
             f"{run.name} has no process in charge yet.",
             "Nothing would receive the request.",
             f"wait a moment: {command}",

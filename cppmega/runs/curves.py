@@ -71,7 +71,7 @@ def plot(runs: Sequence[Run], target: Path, title: str, text: Iterable[str]) -> 
     A panel for which no run has values, such as the memory of runs on a CPU, is left out.
 
     Raises:
-        CppmegaError: `nothing-to-plot`, and those of `plotting`.
+        CppmegaError: `nothing-to-do`, and those of `plotting`.
     """
     pyplot = plotting.pyplot()
     times = Counter(run.name for run in runs)
@@ -84,7 +84,7 @@ def plot(runs: Sequence[Run], target: Path, title: str, text: Iterable[str]) -> 
     panels = [title for title in panels if any(title in one.panels() for one in drawn)]
     if not panels:
         raise CppmegaError(
-            "nothing-to-plot",
+            "nothing-to-do",
             f"No step is logged by {', '.join(labels) or 'any run'}.",
             "The picture would be empty.",
             "wait for the first step (cppmega runs --watch), or name a run that has steps",

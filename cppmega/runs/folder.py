@@ -286,7 +286,7 @@ def create(runs: Path, name: str) -> Run:
 
     Raises:
         RunExistsError: `run-exists`.
-        CppmegaError: `bad-run-name`, `runs-not-writable`.
+        CppmegaError: `bad-name`, `folder-not-writable`.
     """
     check_name(name)
     folder = runs / name
@@ -299,7 +299,7 @@ def create(runs: Path, name: str) -> Run:
         if os.path.lexists(folder):  # another launch was faster
             raise already_exists(folder) from None
         raise CppmegaError(
-            "runs-not-writable",
+            "folder-not-writable",
             f"{folder} cannot be created: {error.strerror}.",
             "Without it there would be no record of what ran.",
             f"--runs FOLDER, or export {env.RUNS.name}=FOLDER",
@@ -321,12 +321,12 @@ def check_name(name: str) -> None:
     """Check that a name is one plain word: it becomes a folder and is typed in commands.
 
     Raises:
-        CppmegaError: `bad-run-name`.
+        CppmegaError: `bad-name`.
     """
     plain = name.replace("-", "").replace("_", "").replace(".", "").replace("+", "")
     if not (plain.isalnum() and plain.isascii()) or name[0] in "-.":
         raise CppmegaError(
-            "bad-run-name",
+            "bad-name",
             f"{name!r} is not a valid name for a run.",
             "It becomes a folder, and is typed in commands.",
             "use letters, digits, - and _",

@@ -63,7 +63,7 @@ def write(figure: Any, target: Path, title: str, text: Iterable[str]) -> None:
         text: what the command printed, for an HTML file.
 
     Raises:
-        CppmegaError: `plot-format-unknown`, `plot-not-written`.
+        CppmegaError: `plot-format-unknown`, `write-failed`.
     """
     as_page = target.suffix.lower() in _PAGES
     suffix = "svg" if as_page else target.suffix.lower().removeprefix(".")
@@ -84,7 +84,7 @@ def write(figure: Any, target: Path, title: str, text: Iterable[str]) -> None:
         target.write_bytes(data)
     except OSError as error:
         raise CppmegaError(
-            "plot-not-written",
+            "write-failed",
             f"{target} cannot be written: {error.strerror or error}.",
             "The plot would be missing where someone expects it.",
             "--plot FILE, in a folder that this user may write",

@@ -59,11 +59,11 @@ def check_name(name: str) -> None:
     """Check a session name: tmux silently changes others, or runs what they hold as a command.
 
     Raises:
-        CppmegaError: `bad-session-name`.
+        CppmegaError: `bad-name`.
     """
     if not _NAME.fullmatch(name):
         raise CppmegaError(
-            "bad-session-name",
+            "bad-name",
             f"{name!r} is not a valid name for a tmux session.",
             "tmux replaces or interprets other characters: the session would have another name, "
             "and #(...) would run as a shell command.",

@@ -44,7 +44,7 @@ def on_host(request: Any) -> Any:
         A request for Megatron's own process, whatever the trainer does with the tensors meanwhile.
 
     Raises:
-        CppmegaError: `host-memory-too-small`.
+        CppmegaError: `host-limit`.
     """
     if request.preload_fn is None:
         return request
@@ -210,7 +210,7 @@ def _refuse_too_large(size: int) -> None:
     if size <= available:
         return
     raise CppmegaError(
-        "host-memory-too-small",
+        "host-limit",
         f"An asynchronous save copies {size / 2**30:.1f} GiB of this rank to the host, which has "
         f"{available / 2**30:.1f} GiB available.",
         "The kernel would kill a process of the run instead.",

@@ -55,7 +55,7 @@ def load(args: Any, state: MutableMapping[str, Any]) -> None:
         state: the checkpoint, as Megatron has read it.
 
     Raises:
-        CppmegaError: `dsa-indexer-rows-unknown`, `dsa-indexer-rows-of-optimizer`.
+        CppmegaError: `dsa-indexer-rows`.
     """
     models = [each for key, each in state.items() if re.fullmatch(r"model\d*", key)]
     rows = [(model, name) for model in models for name in model if _ROWS.search(name)]
@@ -67,7 +67,7 @@ def load(args: Any, state: MutableMapping[str, Any]) -> None:
     rotated, width = args.qk_pos_emb_head_dim, args.dsa_indexer_head_dim
     if stated != "stock":
         raise CppmegaError(
-            "dsa-indexer-rows-unknown",
+            "dsa-indexer-rows",
             "The checkpoint has weights of DSA indexers, and does not record that they were "
             f"trained with {PAGE}.",
             "Indexers that were trained without it would select other keys: their rows have to be "
@@ -78,7 +78,7 @@ def load(args: Any, state: MutableMapping[str, Any]) -> None:
         )
     if not (args.no_load_optim or args.finetune):
         raise CppmegaError(
-            "dsa-indexer-rows-of-optimizer",
+            "dsa-indexer-rows",
             f"{_VARIABLE}=stock permutes weights, and the run loads their optimizer, too.",
             "The moments of the optimizer would be those of other rows.",
             "add --no-load-optim, or --finetune",

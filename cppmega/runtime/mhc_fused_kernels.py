@@ -23,7 +23,7 @@ def use_kernels(module: Any) -> None:
     """Set the ops that a `HyperConnectionModule` calls in `aggregate` and at the end of a site.
 
     Raises:
-        CppmegaError: `mhc-no-fused-kernel`: the kernels cannot run where this model will run.
+        CppmegaError: `no-kernel`: the kernels cannot run where this model will run.
         ValueError: the module's epsilons are not those of the kernels.
     """
     mhc.require_kernels(module.config.params_dtype, module.n, module.hidden_size)

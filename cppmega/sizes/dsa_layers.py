@@ -60,11 +60,11 @@ def from_pattern(pattern: str, layers: Sequence[int]) -> Sources:
         layers: the numbers of these layers.
 
     Raises:
-        CppmegaError: `dsa-index-pattern-invalid`.
+        CppmegaError: `dsa-index-sharing`.
     """
     if wrong := _problem(pattern, len(layers)):
         raise CppmegaError(
-            "dsa-index-pattern-invalid",
+            "dsa-index-sharing",
             f"DSA index pattern {pattern!r}: {wrong}.",
             "It has one letter per DSA layer of the decoder: F chooses keys, S uses those of the "
             "last F before it.",
@@ -137,8 +137,7 @@ def decide(
         asked: whether layers must share keys, so that one of the two must be given.
 
     Raises:
-        CppmegaError: `dsa-index-share-unset`, `dsa-index-share-conflict`,
-            `dsa-index-pattern-invalid`.
+        CppmegaError: `dsa-index-sharing`.
     """
     if not pattern:
         if frequency <= 1 and asked:
@@ -147,7 +146,7 @@ def decide(
     sources = from_pattern(pattern, layers)
     if frequency > 1 and sources != (other := from_options(frequency, offset, layers)):
         raise CppmegaError(
-            "dsa-index-share-conflict",
+            "dsa-index-sharing",
             f"DSA index pattern {pattern} makes the layers {_full(sources)} Full; "
             f"--dsa-indexer-topk-freq {frequency} --dsa-indexer-skip-topk-offset {offset} makes it "
             f"{_full(other)}.",
@@ -163,7 +162,7 @@ def _full(sources: Sources) -> str:
 
 def _unset(layers: int) -> CppmegaError:
     return CppmegaError(
-        "dsa-index-share-unset",
+        "dsa-index-sharing",
         f"{env.INDEX_CACHE.name}=1, but nothing specifies which DSA layers share keys.",
         "Every layer would choose its own keys, as if it were unset.",
         f"export {env.DSA_INDEX_PATTERN.name}={_example(layers)} (one letter per DSA layer), "
@@ -180,7 +179,7 @@ def check_stage(sources: Sources, stage: Sequence[int]) -> None:
         stage: the numbers of the DSA layers of one stage, in order.
 
     Raises:
-        CppmegaError: `dsa-index-share-stage`.
+        CppmegaError: `dsa-index-sharing`.
     """
     alone = [number for number in stage if sources[number] not in stage]
     if not alone:
@@ -189,7 +188,7 @@ def check_stage(sources: Sources, stage: Sequence[int]) -> None:
     nowhere = {sources[number] for number in alone} - set(sources)
     where = "which is not a DSA layer" if nowhere else "which another pipeline stage has"
     raise CppmegaError(
-        "dsa-index-share-stage",
+        "dsa-index-sharing",
         f"The DSA layers {', '.join(map(str, alone))} are Shared and use the keys of layer "
         f"{needed}, {where}. DSA layers of this stage: {', '.join(map(str, stage))}.",
         "Chosen keys do not cross pipeline stages.",

@@ -23,13 +23,13 @@ def dense_steps(environ: Mapping[str, str] = os.environ) -> int:
     """The number of steps with the dense loss.
 
     Raises:
-        CppmegaError: `dsa-dense-loss-steps`.
+        CppmegaError: `dsa-dense-loss`.
     """
     text = environ.get(STEPS, "").strip()
     if text.isdecimal() and int(text) > 0:
         return int(text)
     raise CppmegaError(
-        "dsa-dense-loss-steps",
+        "dsa-dense-loss",
         f"{GATE} is on, and {STEPS}={text!r} is not a number of steps."
         if text
         else f"{GATE} is on, and no number of steps is set.",
@@ -42,6 +42,6 @@ def stated_steps(environ: Mapping[str, str] = os.environ) -> int | None:
     """The number of steps with the dense loss, or None where the environment states none.
 
     Raises:
-        CppmegaError: `dsa-dense-loss-steps`, if the text is not a number of steps.
+        CppmegaError: `dsa-dense-loss`, if the text is not a number of steps.
     """
     return dense_steps(environ) if environ.get(STEPS) else None

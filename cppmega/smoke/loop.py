@@ -85,8 +85,8 @@ def run(recipe: Recipe, loop: Loop) -> Outcome:
     """Train; returns at the last step, at the exit interval, or after SIGTERM with a checkpoint.
 
     Raises:
-        CppmegaError: `wrong-world-size`, `first-loss-implausible`, `loss-not-finite`,
-            `gradient-not-finite`, `already-trained`.
+        CppmegaError: `wrong-world-size`, `first-loss-implausible`, `step-not-finite`,
+            `already-trained`.
     """
     import torch
 

@@ -22,7 +22,7 @@ def train_step(
     """Run forward, backward and update; return the losses as Megatron sees them.
 
     Raises:
-        CppmegaError: `batch-out-of-vocabulary`, `loss-not-finite`, `gradient-not-finite`.
+        CppmegaError: `token-out-of-vocabulary`, `step-not-finite`.
     """
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 

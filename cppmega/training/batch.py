@@ -139,7 +139,7 @@ def check_batch(
     or spread over ranks, nothing.
 
     Raises:
-        CppmegaError: `batch-out-of-vocabulary`, `loss-mask-broken`.
+        CppmegaError: `token-out-of-vocabulary`, `loss-mask-broken`.
     """
     import torch
 
@@ -147,7 +147,7 @@ def check_batch(
         lowest, highest = (int(value) for value in torch.aminmax(ids))
         if lowest < 0 or highest >= vocab_size:
             raise CppmegaError(
-                "batch-out-of-vocabulary",
+                "token-out-of-vocabulary",
                 f"The {name} of a micro-batch hold id {lowest if lowest < 0 else highest}; the "
                 f"vocabulary has the ids 0 to {vocab_size - 1}.",
                 "The data changed after it was checked, or was never checked completely.",
@@ -195,7 +195,7 @@ def next_batch(
     Nothing is read back from the device: values, sizes and boundaries come from host tensors.
 
     Raises:
-        CppmegaError: `batch-out-of-vocabulary`, `loss-mask-broken`, `structure-out-of-range`.
+        CppmegaError: `token-out-of-vocabulary`, `loss-mask-broken`, `structure-out-of-range`.
     """
     from cppmega.ops.linear_cross_entropy import counting_tokens
 

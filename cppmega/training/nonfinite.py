@@ -144,7 +144,7 @@ def gradient_origin(models: Iterable[Any]) -> str:
 def loss_error(loss: float, watch: Watch) -> CppmegaError:
     """The error of a loss that is not finite."""
     return CppmegaError(
-        "loss-not-finite",
+        "step-not-finite",
         f"The loss is {_word(loss)}: {watch.origin()}.",
         "Every later step would train on it, and a checkpoint of it is worthless.",
         "resume from an earlier checkpoint (--load); inspect that layer, its data and its kernel",
@@ -154,7 +154,7 @@ def loss_error(loss: float, watch: Watch) -> CppmegaError:
 def gradient_error(models: Iterable[Any], what: str) -> CppmegaError:
     """The error of a gradient that is not finite."""
     return CppmegaError(
-        "gradient-not-finite",
+        "step-not-finite",
         f"{what}: {gradient_origin(models)}{_lost_depths()}.",
         "The weights would not be numbers after this step.",
         "resume from an earlier checkpoint (--load); inspect that layer and its kernel's backward",

@@ -59,7 +59,7 @@ class StepProfiler:
             facts: the profile's record of the run: `recipe`, `overlay` and so on.
 
         Raises:
-            CppmegaError: `profiler-missing`, `profile-not-written`.
+            CppmegaError: `package-missing`, `write-failed`.
         """
         self._wanted, self._after = options.profile or 0, options.profile_after
         self._folder, self._first, self._on_gpu = folder_of(options), first_step, on_gpu
@@ -91,7 +91,7 @@ class StepProfiler:
         """Enclose one step.
 
         Raises:
-            CppmegaError: `profile-not-written`, `profile-without-kernels`.
+            CppmegaError: `write-failed`, `profile-without-kernels`.
         """
         at = self._done - self._after
         profiled = -1 <= at < self._wanted and bool(self._wanted)
@@ -158,7 +158,7 @@ def check_profiler(on_gpu: bool) -> None:
     """Check that torch can profile this device.
 
     Raises:
-        CppmegaError: `profiler-missing`.
+        CppmegaError: `package-missing`.
     """
     from torch import profiler
 
@@ -170,7 +170,7 @@ def check_profiler(on_gpu: bool) -> None:
         missing = "This build of torch cannot profile CUDA (it lacks CUPTI, or finds no GPU)."
     if missing:
         raise CppmegaError(
-            "profiler-missing",
+            "package-missing",
             missing,
             "The run would train, but produce no profile.",
             f"install torch from its own index, or {_DISABLE}",
@@ -190,7 +190,7 @@ def write(
         facts: the profile's record of the run.
 
     Raises:
-        CppmegaError: `profile-not-written`, `profile-without-kernels`.
+        CppmegaError: `write-failed`, `profile-without-kernels`.
     """
     raw = folder / "trace.json"
     try:
@@ -237,7 +237,7 @@ def _create(folder: Path) -> None:
 
 def _not_written(folder: Path, why: str) -> CppmegaError:
     return CppmegaError(
-        "profile-not-written",
+        "write-failed",
         f"The profile cannot be written to {folder}: {why}.",
         "The profiled steps are over, and no record of them is left.",
         f"df -h {folder}; --profile-folder on a disk with room, or {_DISABLE}",

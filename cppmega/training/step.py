@@ -85,7 +85,7 @@ class ForwardStep:
             The sum, the number of those tokens, and what Megatron logs.
 
         Raises:
-            CppmegaError: `loss-not-finite`, `first-loss-implausible`.
+            CppmegaError: `step-not-finite`, `first-loss-implausible`.
         """
         import torch
 

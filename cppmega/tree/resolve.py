@@ -34,7 +34,7 @@ def tree_of(name: str, scratch: Path, say: Callable[[str], None]) -> Tree:
         scratch: the folder in which a wheel file is unpacked.
 
     Raises:
-        CppmegaError: `no-such-megatron`, `no-megatron`, `no-wheel`.
+        CppmegaError: `no-megatron`, `no-wheel`.
     """
     path = Path(name).expanduser()
     distribution, _, version = name.rpartition("==")
@@ -49,7 +49,7 @@ def tree_of(name: str, scratch: Path, say: Callable[[str], None]) -> Tree:
         root = path.parent if _is_the_package(path) else path
     else:
         raise CppmegaError(
-            "no-such-megatron",
+            "no-megatron",
             f"{name} is neither a version, nor a .whl file, nor an existing folder.",
             "There is nothing to compare with.",
             "pass a version such as 0.19.2 or liger-kernel==0.8.5, a wheel, or the folder that "

@@ -52,7 +52,7 @@ def test_releases_of_two_packages_have_nothing_to_compare(tmp_path: Path) -> Non
     megatron = ("0.19.2", Tree(made.tree(tmp_path / "megatron")))
     with pytest.raises(CppmegaError) as caught:
         drift.compare(megatron, other_package(tmp_path / "other", "", "0.8.5"), {})
-    assert caught.value.name == "nothing-to-compare"
+    assert caught.value.name == "nothing-to-do"
 
 
 def test_a_patched_tree_counts_as_what_it_was_before(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_wheel_a_folder_and_the_package_itself_are_one_tree(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("name", "error"),
-    [("no/such/folder", "no-such-megatron"), ("{}/torn.whl", "no-wheel"), ("{}", "no-megatron")],
+    [("no/such/folder", "no-megatron"), ("{}/torn.whl", "no-wheel"), ("{}", "no-megatron")],
 )
 def test_what_is_no_megatron_is_refused(tmp_path: Path, name: str, error: str) -> None:
     (tmp_path / "torn.whl").write_bytes(b"PK")
@@ -124,4 +124,4 @@ def test_the_command_answers_on_every_exit(tmp_path: Path) -> None:
     assert one["next"] == f"cppmega pin work_works 2.0 --from {new}"
     wrong = command(tmp_path / "pages", "drift", old, tmp_path / "none", "--json")
     assert wrong.returncode == 1
-    assert json.loads(wrong.stdout)["error"]["name"] == "no-such-megatron"
+    assert json.loads(wrong.stdout)["error"]["name"] == "no-megatron"

@@ -186,9 +186,9 @@ def test_a_known_text_gets_a_further_version_and_then_no_more(
 @pytest.mark.parametrize(
     ("text", "options", "name"),
     [
-        ("def double(x):\n    return 2 * x\n", {}, "nothing-to-pin"),
+        ("def double(x):\n    return 2 * x\n", {}, "nothing-to-do"),
         (LATER, {"version": "0.19.2"}, "label-taken"),
-        (LATER, {"like": "0.1"}, "no-such-pin"),
+        (LATER, {"like": "0.1"}, "pins-not-found"),
     ],
 )
 def test_what_cannot_be_pinned(
@@ -288,4 +288,4 @@ def test_the_commands_answer_on_every_exit(tmp_path: Path) -> None:
     assert held.returncode == 0 and json.loads(held.stdout)["added"] == {}
     refused = command(pages, "pin", "double_doubles", "0.19.2", "--from", root / "no", "--json")
     assert refused.returncode == 1
-    assert json.loads(refused.stdout)["error"]["name"] == "no-such-megatron"
+    assert json.loads(refused.stdout)["error"]["name"] == "no-megatron"

@@ -259,4 +259,4 @@ def test_a_damaged_table_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(decisions, "builtin_folder", lambda: tmp_path)
     with pytest.raises(CppmegaError) as refused:
         decisions.load.__wrapped__()
-    assert refused.value.name == "bad-decisions"
+    assert refused.value.name == "bad-catalogue"

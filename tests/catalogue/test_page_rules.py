@@ -33,7 +33,7 @@ def _page(when: Any) -> Page:
 def test_a_rule_that_fails_names_its_page(when: Any, said: str) -> None:
     with pytest.raises(CppmegaError, match=said) as caught:
         page_rules.broken([_page(when)], Run(Namespace()))
-    assert caught.value.name == "bad-rule"
+    assert caught.value.name == "page-failed"
 
 
 def test_what_a_page_states_is_passed_on() -> None:

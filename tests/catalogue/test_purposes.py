@@ -38,7 +38,7 @@ def test_a_subject_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / loader.SUBJECTS).write_text('mtp = "Multi-token prediction"\n')
     with pytest.raises(CppmegaError, match="there is no folder mtp") as raised:
         loader.load([tmp_path])
-    assert raised.value.name == "bad-subjects"
+    assert raised.value.name == "bad-catalogue"
 
 
 def states(outcome: overlay.Outcome) -> dict[str, str]:

@@ -271,4 +271,4 @@ def test_a_report_that_cannot_be_written_fails_the_command(
     lab.wheel()
     Path("file").write_text("")
     assert command("status", "--megatron", str(lab.root), "--report", "junit=file/s.xml") == 1
-    assert "report-not-written" in capsys.readouterr().err
+    assert "write-failed" in capsys.readouterr().err

@@ -171,4 +171,4 @@ def test_without_numpy_it_says_what_to_use(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "numpy", None)
     with pytest.raises(CppmegaError) as error:
         corpus.open_(Path(__file__).parent / "made_before" / "small")
-    assert error.value.name == "no-numpy" and sys.executable in error.value.what
+    assert error.value.name == "package-missing" and sys.executable in error.value.what

@@ -192,8 +192,8 @@ def test_missing_and_empty_inputs_are_named(tmp_path: Path, sources: Path) -> No
     refused("no-input", tmp_path / "out", [sources], BYTES, suffixes=[".rs"])
     empty = tmp_path / "empty.txt"
     empty.write_text("")
-    refused("no-documents", tmp_path / "out", [empty], BYTES)
-    refused("no-documents", tmp_path / "out", [empty], BYTES)  # again: nothing pretends to be done
+    refused("no-input", tmp_path / "out", [empty], BYTES)
+    refused("no-input", tmp_path / "out", [empty], BYTES)  # again: nothing pretends to be done
 
 
 @pytest.mark.slow
@@ -240,7 +240,7 @@ def test_a_hugging_face_tokenizer(tmp_path: Path, sources: Path, indexed: Any) -
 
 
 def test_a_missing_or_broken_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CppmegaError, match="tokenizer-not-found"):
+    with pytest.raises(CppmegaError, match="input-not-found"):
         tokens.load(str(tmp_path))
     pytest.importorskip("tokenizers")
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -255,7 +255,7 @@ def test_a_missing_or_broken_tokenizer_is_named(tmp_path: Path) -> None:
         (lambda out: out.with_name("out.bin").write_bytes(b"\0" * 10), "data-broken"),
         (lambda out: out.with_name("out.idx").write_bytes(b"MMIDIDX"), "data-broken"),
         (lambda out: out.with_name("out.idx").write_bytes(b"x" * 400), "data-broken"),
-        (lambda out: out.with_name("out.json").write_text("{"), "data-card-broken"),
+        (lambda out: out.with_name("out.json").write_text("{"), "data-broken"),
         (
             lambda out: out.with_name("out.json").write_text(
                 out.with_name("out.json").read_text().replace('"tokens": ', '"tokens": 1')
@@ -292,11 +292,11 @@ def test_tokens_outside_of_the_vocabulary_are_seen(tmp_path: Path, sources: Path
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        ({"fingerprint": "0" * 16}, "data-card-broken"),
-        ({"schema": 2}, "data-card-broken"),
-        ({"tokenizer": {}}, "data-card-broken"),
-        ({"tokenizer": {"vocab_size": 257, "eod": 257}}, "data-card-broken"),
-        ({"tokenizer": {"vocab_size": "257", "eod": 256}}, "data-card-broken"),
+        ({"fingerprint": "0" * 16}, "data-broken"),
+        ({"schema": 2}, "data-broken"),
+        ({"tokenizer": {}}, "data-broken"),
+        ({"tokenizer": {"vocab_size": 257, "eod": 257}}, "data-broken"),
+        ({"tokenizer": {"vocab_size": "257", "eod": 256}}, "data-broken"),
         ({"documents": 41}, "data-broken"),
         ({"dtype": "int32"}, "data-broken"),
     ],

@@ -237,9 +237,9 @@ def test_lengths_are_compared_where_the_rest_is_not_read(tmp_path: Path, made: P
     ("change", "name"),
     [
         ({"definition": 2}, "structure-differs"),
-        ({"tokenizer": BYTES.describe().digest}, "data-card-broken"),
-        ({"bin_sha256": "0" * 64}, "data-card-broken"),  # the fingerprint is another
-        (None, "data-card-broken"),
+        ({"tokenizer": BYTES.describe().digest}, "data-broken"),
+        ({"bin_sha256": "0" * 64}, "data-broken"),  # the fingerprint is another
+        (None, "data-broken"),
     ],
 )
 def test_a_card_that_was_changed(

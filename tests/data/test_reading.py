@@ -182,11 +182,11 @@ def test_blocks_of_zeros(tmp_path: Path) -> None:
     ids = np.full(20 * BLOCK, 7)
     ids[3 * BLOCK : 5 * BLOCK] = 0
     found = dataset(tmp_path / "data", ids)
-    assert "2 blocks" in refused("data-has-holes", found).what
+    assert "2 blocks" in refused("data-broken", found).what
     with found.data_file.open("r+b") as file:
         file.truncate(4 * 2**16)
         file.truncate(40 * 2**15)  # the rest is one hole
-    assert "17 blocks" in refused("data-has-holes", found).what
+    assert "17 blocks" in refused("data-broken", found).what
     command = [str(found.prefix), "--zeros-are-data"]
     assert CliRunner().invoke(check_data.main, command).exit_code == 0
     reading = data_record.kept(found)

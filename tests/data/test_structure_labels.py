@@ -230,5 +230,5 @@ def test_a_grammar_that_is_missing_or_another(monkeypatch: pytest.MonkeyPatch) -
 
     with monkeypatch.context() as patched:
         patched.setattr(importlib, "import_module", missing)
-        with pytest.raises(CppmegaError, match=r"grammars-not-installed.*tree_sitter_c "):
+        with pytest.raises(CppmegaError, match=r"package-missing.*tree_sitter_c "):
             labels.grammars()

@@ -188,7 +188,7 @@ def test_a_recipe_that_acts(tmp_path: Path, act: tuple[str, str]) -> None:
 def test_when_answers_or_is_an_error(when, said: str) -> None:
     with pytest.raises(CppmegaError) as caught:
         gates.wanted("page", when, SimpleNamespace())
-    assert caught.value.name == "bad-when" and said in caught.value.what
+    assert caught.value.name == "page-failed" and said in caught.value.what
 
 
 def test_fixed_upstream_answers_true_or_false(lab: Lab) -> None:

@@ -31,7 +31,7 @@ def site(environment: Path, python: str) -> Path:
 def refused(root: Path, *, or_below: bool = False) -> str:
     with pytest.raises(CppmegaError) as error:
         interpreter.require_torch(root, "cppmega verify", or_below=or_below)
-    assert error.value.name == "no-torch" and sys.executable in error.value.what
+    assert error.value.name == "package-missing" and sys.executable in error.value.what
     return error.value.next
 
 

@@ -197,7 +197,7 @@ RECIPE = load("{GPU}").with_(name="mine", purpose="p", lr=1e-5)
     named = resumed(tmp_path / "runs", recipe=str(mine))
     assert (named.recipe.lr, named.recipe.min_lr) == (2e-5, 1e-6)
     assert "lr=2e-05; first had --set lr=1e-05" in capsys.readouterr().err
-    with pytest.raises(CppmegaError, match="run-of-another-recipe"):
+    with pytest.raises(CppmegaError, match="checkpoint-of-another-recipe"):
         resumed(tmp_path / "runs", recipe=GPU)
 
 

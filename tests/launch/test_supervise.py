@@ -261,7 +261,7 @@ def test_only_a_second_ctrl_c_means_at_once(bench: Bench, monkeypatch: pytest.Mo
 
 def test_a_stop_before_there_are_ranks(bench: Bench) -> None:
     run = bench.run("early", "long")
-    with pytest.raises(CppmegaError, match="run-starting"):
+    with pytest.raises(CppmegaError, match="run-still-running"):
         run_control.stop(run, now=False, wait=1)
     bench.hold_torchrun()
     bench.start(run)

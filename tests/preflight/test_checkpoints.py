@@ -61,7 +61,7 @@ def test_checkpoints(tmp_path: Path) -> None:
         in refuses("checkpoint", "checkpoint-of-another-model", wide).what
     )
     short = resumed(good, recipe=SLICE.with_(train_iters=7))
-    refuses("checkpoint", "nothing-to-train", short)
+    refuses("checkpoint", "nothing-to-do", short)
     (folder / "common.pt").write_bytes(b"torn")
     refuses("checkpoint", "checkpoint-broken", resumed(good))
     (folder / "common.pt").unlink()

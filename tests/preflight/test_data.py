@@ -96,7 +96,7 @@ def test_a_recipe_with_structure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     older = on(with_structure(tmp_path / "older", definition=DEFINITION + 1), recipe=recipe)
     assert "definition" in refuses("data", "structure-differs", older).what
     other = on(with_structure(tmp_path / "other", tokenizer="0" * 64), recipe=recipe)
-    assert "another tokenizer" in refuses("data", "data-card-broken", other).what
+    assert "another tokenizer" in refuses("data", "data-broken", other).what
     # Of several datasets, each.
     both = on(good, "--data", str(tmp_path / "without"), recipe=recipe)
     assert "without" in refuses("data", "structure-missing", both).what

@@ -166,10 +166,9 @@ def test_versions_of_the_stack() -> None:
     newer = SMOKE.with_(stack=(("torch", ">=99"),))
     assert "torch>=99" in refuses("stack_versions", "stack-differs", launch(newer)).next
     other = SMOKE.with_(stack=(("no-such-package", ">=1"),))
-    refuses("stack_versions", "stack-missing", launch(other))
+    refuses("stack_versions", "stack-differs", launch(other))
     cuda = SMOKE.with_(stack=(("cuda", ">=99"),))
-    error = "stack-differs" if stack.version("cuda") else "stack-missing"
-    refuses("stack_versions", error, launch(cuda))
+    refuses("stack_versions", "stack-differs", launch(cuda))
     text = (folder_of("torch") or Path()).joinpath("version.py").read_text()
     assert repr(stack.version("cuda")) in text
     says_nothing("stack_versions", launch(SMOKE.with_(stack=())))

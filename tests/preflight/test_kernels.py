@@ -268,7 +268,7 @@ def test_connections_that_their_kernels_decline(
         assert holds("mhc_kernels", context) == "4 streams of 64"
         assert (asked[0].device, asked[0].dtype) == ("cuda", "bfloat16")
     else:
-        assert why in refuses("mhc_kernels", "mhc-kernels-decline", context).what
+        assert why in refuses("mhc_kernels", "no-kernel", context).what
 
 
 @pytest.mark.parametrize(

@@ -102,12 +102,12 @@ def test_a_recorded_proof_is_of_one_text_of_megatron(prove, tmp_path: Path, acce
 def test_what_is_not_proved_is_not_recorded(prove, tmp_path: Path, accelerator) -> None:
     """A failing proof, a tree that drifted, and proofs that any machine makes again."""
     prove(patch=_NEEDS, verify="assert False")
-    for name in ("not-recorded", "nothing-to-record", "not-recorded"):
+    for name in ("not-recorded", "nothing-to-do", "not-recorded"):
         with pytest.raises(CppmegaError) as caught:
             _record(tmp_path)
         assert caught.value.name == name
         made.page(tmp_path / "pages")
-        if name == "nothing-to-record":
+        if name == "nothing-to-do":
             made.page(tmp_path / "pages", patch=_NEEDS)
             overlay.apply(Session(tmp_path / "root"))
             thing = tmp_path / "root" / THING

@@ -198,7 +198,7 @@ def test_a_worker_without_the_guard_ends_the_run(bench: Bench, change: str) -> N
         "queue.get()\ntrain()\nprint('trained')"
     )
     code, out, err = start(bench, body)
-    assert code == 1 and "worker-without-guard" in err and "trained" not in out, err
+    assert code == 1 and "rank-without-guard" in err and "trained" not in out, err
 
 
 @pytest.mark.parametrize(

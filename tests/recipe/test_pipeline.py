@@ -77,7 +77,7 @@ def test_stages_are_those_that_the_pattern_marks_or_equally_long() -> None:
         ({**VIRTUAL, "mhc_num_residual_streams": 4}, "unsupported", "Virtual pipeline stages"),
         (
             {**VIRTUAL, "dsa_index_pattern": "FSSFSSFSS"},
-            "dsa-index-share-stage",
+            "dsa-index-sharing",
             "Chosen keys do not cross pipeline stages",
         ),
     ],
@@ -107,7 +107,7 @@ def test_layers_of_a_gpt_divide_into_its_stages() -> None:
 def test_nine_full_layers_may_begin_any_stage() -> None:
     shared = WHOLE.with_(dsa_index_pattern="FSSFSSFSS")
     for layout in (PIPELINE, VIRTUAL):
-        with pytest.raises(CppmegaError, match="dsa-index-share-stage"):
+        with pytest.raises(CppmegaError, match="dsa-index-sharing"):
             shared.with_(**layout)
         assert shared.with_(dsa_index_pattern="F" * 9, **layout).indexers == 9
 

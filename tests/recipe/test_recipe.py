@@ -167,11 +167,11 @@ def test_contradictions_are_refused(changes: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("mhc-not-enabled", {"recompute_modules": ("mhc",)}),
-        ("dsa-index-pattern-invalid", {"dsa_index_pattern": "SF"}),
-        ("dsa-index-pattern-invalid", {"dsa_index_pattern": "FSS"}),  # for two DSA layers
+        ("argument-without-effect", {"recompute_modules": ("mhc",)}),
+        ("dsa-index-sharing", {"dsa_index_pattern": "SF"}),
+        ("dsa-index-sharing", {"dsa_index_pattern": "FSS"}),  # for two DSA layers
         (
-            "dsa-index-share-stage",
+            "dsa-index-sharing",
             {"dsa_index_pattern": "FS", "gpus": 2, "pattern": "DE+E|DE", **PIPELINE},
         ),
     ],
@@ -214,7 +214,7 @@ def test_a_recipe_names_the_dsa_layers_that_share_keys() -> None:
     gpt = {"kind": "gpt", "pattern": "", "attention": "dsa", "gpus": 2, **PIPELINE}
     assert SLICE.with_(**gpt, num_layers=4, dsa_index_pattern="FSFS").indexers == 2
     assert "layers 3 are Shared" in (
-        refused("dsa-index-share-stage", **gpt, num_layers=4, dsa_index_pattern="FSSF").what
+        refused("dsa-index-sharing", **gpt, num_layers=4, dsa_index_pattern="FSSF").what
     )
 
 

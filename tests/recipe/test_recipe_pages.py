@@ -67,7 +67,7 @@ def test_a_page_that_cannot_say_whether_it_is_wanted_stops_the_launch(
     page = catalogue.load_page("unsure", tmp_path / "unsure.py", "tests")
     with pytest.raises(CppmegaError) as caught:
         wanted_patches(recipes_index.load("nam56r_h200_slice"), {"unsure": page})
-    assert caught.value.name == "bad-wanted-by"
+    assert caught.value.name == "page-failed"
 
 
 def test_the_page_that_changes_the_process_with_its_answer_is_named(tmp_path: Path) -> None:

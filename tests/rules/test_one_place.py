@@ -14,8 +14,8 @@ from cppmega.rules import recipes as of_recipes
 PACKAGE = Path(cppmega.__file__).parent
 CATALOGUE = catalogue.builtin_folder()
 NAMES = {rule.name for rule in (*RULES, *of_recipes.RULES) if rule.name} | {"unsupported"}
-NAMES -= {"bad-pattern"}
-"""The parser of patterns has this one, too, for a text that cannot be read."""
+NAMES -= {"bad-pattern", "dsa-index-sharing", "dsa-dense-loss", "checkpoint-of-another-model"}
+"""Texts that cannot be read, and checkpoints when they are loaded, raise these, too."""
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:

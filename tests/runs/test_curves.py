@@ -129,7 +129,7 @@ def test_a_picture_is_of_the_format_that_its_name_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "error"), [("x.txt", "plot-format-unknown"), ("file/x.png", "plot-not-written")]
+    ("name", "error"), [("x.txt", "plot-format-unknown"), ("file/x.png", "write-failed")]
 )
 def test_a_picture_that_cannot_be_written_is_an_error(
     name: str, error: str, tmp_path: Path

@@ -49,7 +49,7 @@ def test_runs_are_found_by_name_session_beginning_and_folder(tmp_path: Path) -> 
     with pytest.raises(CppmegaError, match="run-exists"):
         run_folder.create(tmp_path, "big-1")
     for name in ("", "a b", "-x", ".x", "a/b", "../x"):
-        with pytest.raises(CppmegaError, match="bad-run-name"):
+        with pytest.raises(CppmegaError, match="bad-name"):
             run_folder.create(tmp_path, name)
     assert run_folder.fresh_name(tmp_path, "r") != "r"
 
@@ -121,7 +121,7 @@ def test_no_name_is_no_beginning_of_one(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CppmegaError, match="runs-not-writable"):
+    with pytest.raises(CppmegaError, match="folder-not-writable"):
         run_folder.create(tmp_path / "file", "run")
 
 

@@ -89,7 +89,7 @@ def test_a_folder_that_cannot_be_filled_is_not_left_behind(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(json_file, "write", full)
-    with pytest.raises(CppmegaError, match=r"run-folder-not-written: .*No space left"):
+    with pytest.raises(CppmegaError, match=r"write-failed: .*No space left"):
         launch_folder.create(ready(lab))
     assert list((lab.root.parent / "runs").iterdir()) == []
     (lab.root.parent / "runs" / "made").symlink_to(lab.root / "nowhere")

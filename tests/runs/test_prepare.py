@@ -43,13 +43,13 @@ def test_a_shell_in_a_folder_that_is_gone(
     ("how", "error"),
     [
         ({"recipe": "smoke_cpv"}, "recipe-unknown"),
-        ({"tmux": "a.b"}, "bad-session-name"),
-        ({"tmux": "a#(touch hacked)"}, "bad-session-name"),
-        ({"tmux": "#{host}"}, "bad-session-name"),
-        ({"tmux": "-x"}, "bad-session-name"),
-        ({"tmux": "a;kill-server"}, "bad-session-name"),
-        ({"tmux": "läuft"}, "bad-session-name"),
-        ({"name": "a b"}, "bad-run-name"),
+        ({"tmux": "a.b"}, "bad-name"),
+        ({"tmux": "a#(touch hacked)"}, "bad-name"),
+        ({"tmux": "#{host}"}, "bad-name"),
+        ({"tmux": "-x"}, "bad-name"),
+        ({"tmux": "a;kill-server"}, "bad-name"),
+        ({"tmux": "läuft"}, "bad-name"),
+        ({"name": "a b"}, "bad-name"),
         ({"nodes": 2}, "no-rendezvous"),
         ({"nodes": 2, "rdzv": "h:1"}, "no-rendezvous"),
         ({"recipe": "nam56r_h200_8gpu_bf16", "nodes": 3}, "wrong-world-size"),
@@ -79,11 +79,11 @@ def test_only_an_ended_run_with_a_checkpoint_is_resumed(tmp_path: Path) -> None:
         launch.prepare(asked(tmp_path, resume="fresh"))
     run = make(tmp_path, "crashed", 2)
     ended(run, 1)
-    with pytest.raises(CppmegaError, match="nothing-to-resume") as caught:
+    with pytest.raises(CppmegaError, match="nothing-to-do") as caught:
         launch.prepare(asked(tmp_path, resume="crashed"))
     assert "fresh start" in caught.value.next
     json_file.write(run.manifest_file, {**json_file.plain(run.manifest), "resumes": "earlier"})
-    with pytest.raises(CppmegaError, match="nothing-to-resume") as caught:
+    with pytest.raises(CppmegaError, match="nothing-to-do") as caught:
         launch.prepare(asked(tmp_path, resume="crashed"))
     assert "--resume earlier" in caught.value.next
     run.checkpoints.mkdir()
@@ -93,10 +93,10 @@ def test_only_an_ended_run_with_a_checkpoint_is_resumed(tmp_path: Path) -> None:
     assert "train_iters=400" in caught.value.next
     (run.path / "recipe").mkdir()
     shutil.copy(recipes_index.folder() / "smoke_cpu.py", run.path / "recipe")
-    with pytest.raises(CppmegaError, match="run-of-another-model") as caught:
+    with pytest.raises(CppmegaError, match="checkpoint-of-another-model") as caught:
         launch.prepare(asked(tmp_path, resume="crashed", changes=("hidden_size=128",)))
     assert "hidden_size 64 and 128" in caught.value.what
-    with pytest.raises(CppmegaError, match="run-of-another-recipe"):
+    with pytest.raises(CppmegaError, match="checkpoint-of-another-recipe"):
         launch.prepare(asked(tmp_path, resume="crashed", recipe="nam56r_h200_slice"))
 
 
@@ -258,4 +258,4 @@ def test_the_shell_script_hands_over_to_the_same_launcher(tmp_path: Path) -> Non
     assert done.returncode == 1 and "error: no-rendezvous" in done.stderr  # NNODES has arrived
     environment["RDZV"] = "host:1"
     done = run("smoke_cpu", "--name", "a b")
-    assert done.returncode == 1 and "error: bad-run-name" in done.stderr
+    assert done.returncode == 1 and "error: bad-name" in done.stderr

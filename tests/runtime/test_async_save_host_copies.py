@@ -141,7 +141,7 @@ def test_copies_that_the_host_has_no_memory_for_are_refused(
     request = Request(save, [0, buckets], preload_fn=print)
     with pytest.raises(CppmegaError) as refused:
         host_copies.on_host(request)
-    assert refused.value.name == "host-memory-too-small"
+    assert refused.value.name == "host-limit"
     buckets[0] = ("file", "key", ([], [("item", torch.ones(256))]))
     assert host_copies.on_host(request).preload_fn is None
 

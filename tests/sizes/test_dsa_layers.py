@@ -35,7 +35,7 @@ def test_a_shared_layer_uses_the_last_full_one_before_it(
 @given(LAYERS, st.text("FSX", max_size=14))
 def test_any_other_pattern_is_refused(layers: list[int], pattern: str) -> None:
     assume(set(pattern) - set("FS") or len(pattern) != len(layers) or pattern[0] != "F")
-    with pytest.raises(CppmegaError, match="dsa-index-pattern-invalid"):
+    with pytest.raises(CppmegaError, match="dsa-index-sharing"):
         kinds.from_pattern(pattern, layers)
 
 
@@ -61,7 +61,7 @@ def test_a_stage_is_refused_where_it_begins_with_a_shared_layer(
             continue
         with pytest.raises(CppmegaError, match=f"DSA layers {stage[0]}") as caught:
             kinds.check_stage(sources, stage)
-        assert caught.value.name == "dsa-index-share-stage"
+        assert caught.value.name == "dsa-index-sharing"
         assert f"use the keys of layer {sources[stage[0]]}, which another" in caught.value.what
 
 
@@ -79,6 +79,6 @@ def test_pattern_and_options_must_agree() -> None:
 def test_a_switch_that_nothing_explains_is_refused() -> None:
     assert kinds.decide("", 1, 0, [1, 2]) == {1: 1, 2: 2}
     assert kinds.decide("", 2, 1, [1, 2], asked=True) == {1: 1, 2: 1}
-    with pytest.raises(CppmegaError, match="dsa-index-share-unset") as caught:
+    with pytest.raises(CppmegaError, match="dsa-index-sharing") as caught:
         kinds.decide("", 1, 0, [1, 2], asked=True)
     assert "CPPMEGA_DSA_INDEX_PATTERN=FS " in caught.value.next

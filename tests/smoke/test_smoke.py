@@ -205,8 +205,8 @@ def test_a_loop_that_is_lost_says_where_and_nothing_saved_is_lost(
     done = python(pristine("0.19.2"), LOOP, env=places)
     assert "ANSWER" in done.stdout, done.stderr[-3000:]
     out = json.loads(done.stdout.partition("ANSWER")[2])
-    assert out["loss"].startswith("loss-not-finite: The loss is NaN: decoder.layers.1 is the first")
-    assert out["gradient"].startswith("gradient-not-finite")
+    assert out["loss"].startswith("step-not-finite: The loss is NaN: decoder.layers.1 is the first")
+    assert out["gradient"].startswith("step-not-finite")
     assert "the gradient of decoder.layers.0." in out["gradient"]
     assert out["first loss"].startswith("first-loss-implausible")
     assert out["kept"] == []  # no checkpoint of lost weights

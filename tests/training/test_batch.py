@@ -35,12 +35,12 @@ def batch(**wrong: tuple[int, float]) -> dict[str, Any]:
     [
         (
             {"tokens": (5, VOCAB)},
-            "batch-out-of-vocabulary",
+            "token-out-of-vocabulary",
             f"tokens of a micro-batch hold id {VOCAB}",
         ),
-        ({"tokens": (15, -1)}, "batch-out-of-vocabulary", "id -1"),
-        ({"labels": (0, VOCAB)}, "batch-out-of-vocabulary", "labels"),
-        ({"labels": (3, -100)}, "batch-out-of-vocabulary", "id -100"),
+        ({"tokens": (15, -1)}, "token-out-of-vocabulary", "id -1"),
+        ({"labels": (0, VOCAB)}, "token-out-of-vocabulary", "labels"),
+        ({"labels": (3, -100)}, "token-out-of-vocabulary", "id -100"),
         ({"loss_mask": (3, float("nan"))}, "loss-mask-broken", "nan"),
         ({"loss_mask": (3, float("inf"))}, "loss-mask-broken", "inf"),
         ({"loss_mask": (3, -1.0)}, "loss-mask-broken", "-1.0"),

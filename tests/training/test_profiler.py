@@ -81,10 +81,10 @@ def full(path: str) -> None:
 @pytest.mark.parametrize(
     ("export", "error", "says"),
     [
-        (full, "profile-not-written", "No space left"),
-        (exporting(b'{"traceEvents": ['), "profile-not-written", "incomplete"),
-        (lambda path: None, "profile-not-written", "No such file"),
-        (exporting(MadeTrace().data()), "profile-not-written", "no step"),
+        (full, "write-failed", "No space left"),
+        (exporting(b'{"traceEvents": ['), "write-failed", "incomplete"),
+        (lambda path: None, "write-failed", "No such file"),
+        (exporting(MadeTrace().data()), "write-failed", "no step"),
         (exporting(without_kernels().data()), "profile-without-kernels", "Another profiler"),
     ],
 )
@@ -100,7 +100,7 @@ def test_a_profile_that_cannot_be_written_is_named(
 def test_a_folder_that_cannot_be_created_is_named_before_the_first_step(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     options = RunOptions(profile=1, profile_folder=tmp_path / "file" / "profile")
-    with pytest.raises(CppmegaError, match="profile-not-written"):
+    with pytest.raises(CppmegaError, match="write-failed"):
         StepProfiler(options, 1, rank=0, on_gpu=False)
     StepProfiler(options, 1, rank=1, on_gpu=False)  # other ranks write nothing
 
@@ -109,10 +109,10 @@ def test_a_torch_that_cannot_profile_is_named(monkeypatch: pytest.MonkeyPatch) -
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.profiler, "supported_activities", set)
     profiling.check_profiler(on_gpu=False)
-    with pytest.raises(CppmegaError, match="profiler-missing"):
+    with pytest.raises(CppmegaError, match="package-missing"):
         profiling.check_profiler(on_gpu=True)
     monkeypatch.setattr(torch.profiler, "kineto_available", lambda: False)
-    with pytest.raises(CppmegaError, match="profiler-missing"):
+    with pytest.raises(CppmegaError, match="package-missing"):
         profiling.check_profiler(on_gpu=False)
 
 

@@ -301,7 +301,7 @@ def test_one_step_of_a_real_model(stepped: dict[str, Any]) -> None:
 def test_an_implausible_first_loss_and_nan_stop_the_run(stepped: dict[str, Any]) -> None:
     assert stepped["first loss"].startswith("first-loss-implausible")
     assert stepped["resumed"] == "accepted"
-    assert stepped["nan loss"].startswith("loss-not-finite: The loss is NaN")
+    assert stepped["nan loss"].startswith("step-not-finite: The loss is NaN")
 
 
 @pytest.mark.megatron
@@ -314,7 +314,7 @@ def test_what_is_not_finite_is_said_with_the_layer_it_began_in(stepped: dict[str
     assert stepped["kept"] == [0, 1, 0, 0, 0]
     assert "cuda_graph_impl=none" in stepped["unseen"]
     said = stepped["nan gradient"]
-    assert said.startswith("gradient-not-finite: found NaN in local grad norm")
+    assert said.startswith("step-not-finite: found NaN in local grad norm")
     assert "the gradient of decoder.layers.0.mlp.linear_fc2.weight [64, 256] is the first" in said
 
 

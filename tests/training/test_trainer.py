@@ -80,7 +80,7 @@ def broken_launches(folder: Path) -> dict[str, tuple[str, list[str], dict[str, s
         "no data": ("no-data", [own[0]], {}),
         "both": ("data-and-mock-data", [*own, "--mock-data"], {}),
         "tokenizer unknown": ("tokenizer-unknown", [own[0], "--data", str(folder / "foreign")], {}),
-        "tokenizer file": ("tokenizer-not-found", [*own, "--tokenizer", "gone.json"], {}),
+        "tokenizer file": ("input-not-found", [*own, "--tokenizer", "gone.json"], {}),
         "tokenizer": (
             "tokenizer-differs",
             [own[0], "--data", str(folder / "other"), "--tokenizer", "byte"],
@@ -308,7 +308,7 @@ def test_every_release_builds_the_models_and_is_handed_the_run(
     assert launch["fresh"] and launch["device"] == "cuda:0" and launch["listens"]
     assert launch["header"]["overlay"] == "d1g3st" and launch["header"]["data"] == "abc"
     assert launch["header"]["mock_data"] is False
-    assert launch["profiled without CUDA"] == "profiler-missing" and launch["profiles"]
+    assert launch["profiled without CUDA"] == "package-missing" and launch["profiles"]
     if version != "0.17.1":
         wanted = "NoneType" if version == "0.18.2" else "HybridModelConfig"
         assert (launch["model"], launch["overlay"]) == (wanted, "d1g3st")

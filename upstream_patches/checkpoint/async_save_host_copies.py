@@ -172,7 +172,7 @@ def verify() -> None:
             try:
                 host_copies.on_host(request)
             except CppmegaError as error:
-                assert error.name == "host-memory-too-small", error
+                assert error.name == "host-limit", error
             else:
                 raise AssertionError("more is copied than the host has memory for")
     finally:

@@ -153,7 +153,7 @@ def verify() -> None:
         try:
             gradients(None)
         except CppmegaError as error:
-            assert error.name == "dsa-dense-loss-without-step", error
+            assert error.name == "dsa-dense-loss", error
         else:
             raise AssertionError("a layer trains although the step is unknown")
         with suppress(ImportError):  # a wheel of 0.16

@@ -187,6 +187,6 @@ def verify() -> None:
 
     assert kinds("FSFS") == [(False, 1), (True, 1), (False, 3), (True, 3)], kinds("FSFS")
     assert kinds("FSFS", before=2) == [(False, 3), (True, 3)]
-    assert kinds("FSFS", before=1) == kinds("FSSF", before=1) == "dsa-index-share-stage"
-    assert kinds("SFFF") == kinds("FSF") == "dsa-index-pattern-invalid"
-    assert kinds("") == "dsa-index-share-unset"
+    assert kinds("FSFS", before=1) == kinds("FSSF", before=1) == "dsa-index-sharing"
+    assert kinds("SFFF") == kinds("FSF") == "dsa-index-sharing"
+    assert kinds("") == "dsa-index-sharing"

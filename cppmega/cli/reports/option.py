@@ -54,7 +54,7 @@ class Reports:
         """Write every requested report.
 
         Raises:
-            CppmegaError: `report-not-written`.
+            CppmegaError: `write-failed`.
         """
         self.done = True
         if self.sinks:
@@ -117,7 +117,7 @@ def _put(text: str, sink: _Sink) -> None:
         sink.file.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise CppmegaError(
-            "report-not-written",
+            "write-failed",
             f"{sink.file} cannot be written: {error.strerror}.",
             "A CI job would read an old report, or none.",
             f"--report {sink.kind}=FILE with a file that can be written",

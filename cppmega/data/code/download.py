@@ -49,7 +49,7 @@ def fetched(source: Source, say: Callable[[str], None]) -> Path:
     """The archive of a project, downloaded unless it is in the cache.
 
     Raises:
-        CppmegaError: `sources-not-found`.
+        CppmegaError: `input-not-found`.
     """
     place = wheels.cache() / "sources"
     file = place / f"{source.name}-{source.version}"
@@ -91,7 +91,7 @@ def _download(source: Source, scratch: Path) -> Path:
         return files[0]
     errors = [line for line in done.stderr.splitlines() if line.strip()]
     raise CppmegaError(
-        "sources-not-found",
+        "input-not-found",
         f"pip did not find {source.name} {source.version} with the listed hash. "
         + " ".join(errors[-1:]),
         "The corpus would lack one of its projects, and be a different one.",

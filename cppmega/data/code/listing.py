@@ -47,7 +47,7 @@ def load(path: Path = SHIPPED) -> tuple[Source, ...]:
     """Read a list of projects: those for training first, each part in the order of the file.
 
     Raises:
-        CppmegaError: `source-list-broken`.
+        CppmegaError: `data-list-broken`.
     """
     try:
         sources = msgspec.toml.decode(path.read_bytes(), type=_Listing).source
@@ -64,7 +64,7 @@ def load(path: Path = SHIPPED) -> tuple[Source, ...]:
 
 def _broken(path: Path, problem: str) -> CppmegaError:
     return CppmegaError(
-        "source-list-broken",
+        "data-list-broken",
         f"{path} is not a list of projects: {problem}",
         "The corpus consists of the projects in it, and of no others.",
         "correct the file; the shipped sources.toml shows its form",

@@ -71,8 +71,8 @@ def make(
 
     Raises:
         CppmegaError: `data-exists`, `inputs-changed`, `data-in-use`, `archive-broken`,
-            `vocabulary-not-filled`, `tokenizers-not-installed`, `grammars-not-installed`,
-            `grammar-differs`, and what `prepare.prepare` raises.
+            `vocabulary-not-filled`, `package-missing`, `grammar-differs`, and what
+            `prepare.prepare` raises.
     """
     job = _Job(out, archive, vocab_size, processes, shown)
     grammars = structure_labels.grammars()  # before minutes of work

@@ -44,7 +44,7 @@ def begin_step(iteration: int | None) -> int | None:
         The number of steps with the dense loss; None where none is stated.
 
     Raises:
-        CppmegaError: `dsa-dense-loss-differs`, `dsa-dense-loss-steps`.
+        CppmegaError: `dsa-dense-loss`.
     """
     global _iteration, _begun
     steps, first = stated_steps(), not _begun
@@ -61,13 +61,13 @@ def uses_sparse_loss(config: Any) -> bool:
     """Whether a layer that trains in this step has the sparse loss.
 
     Raises:
-        CppmegaError: `dsa-dense-loss-without-step`, `dsa-dense-loss-steps`, and, while the loss is
+        CppmegaError: `dsa-dense-loss`, and, while the loss is
             dense, the errors of rules that concern it.
     """
     steps = dense_steps()
     if _iteration is None:
         raise CppmegaError(
-            "dsa-dense-loss-without-step",
+            "dsa-dense-loss",
             "A DSA layer trains its indexer, but the current step is not known.",
             f"The loss is dense in the first {steps} steps and sparse after them.",
             "call cppmega.features.dsa.loss_schedule.begin_step(iteration) on every rank before "
@@ -115,7 +115,7 @@ def _refuse_disagreement(steps: int | None, iteration: int | None) -> None:
             for own in dict.fromkeys(everyone)
         )
         raise CppmegaError(
-            "dsa-dense-loss-differs",
+            "dsa-dense-loss",
             f"The ranks disagree on the loss of the DSA indexer: {by_rank}.",
             "They would train one indexer with two losses.",
             f"set the same {STEPS} on every host, and resume from one checkpoint",

@@ -112,7 +112,7 @@ class InputEmbeddings(nn.Module):
             int64 [ids, b, s], the ids of all parts, concatenated.
 
         Raises:
-            CppmegaError: `input-embeddings-not-fed`, `structure-not-fed`, `structure-ids-wrong`.
+            CppmegaError: `input-embeddings-not-fed`, `structure-out-of-range`.
         """
         fed = _fed(tokens)
         found = []

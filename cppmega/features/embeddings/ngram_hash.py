@@ -73,12 +73,12 @@ class NgramHashEmbedding(nn.Module):
         """Compare the multipliers with those of the checkpoint before anything is copied.
 
         Raises:
-            CppmegaError: `ngram-hash-differs`.
+            CppmegaError: `checkpoint-of-another-model`.
         """
         saved = state_dict.get(prefix + HASHING)
         if f"{prefix}tables" in state_dict and not self._hashes_like(saved):
             raise CppmegaError(
-                "ngram-hash-differs",
+                "checkpoint-of-another-model",
                 "The checkpoint's n-gram tables were trained with multipliers other than those of "
                 f"seed {self.sizes.seed}, or with none.",
                 "Every n-gram would look up the row of another one.",

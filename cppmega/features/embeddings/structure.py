@@ -60,12 +60,13 @@ class StructureEmbedding(nn.Module):
             int64 [2, b, s].
 
         Raises:
-            CppmegaError: `structure-not-fed`, `structure-ids-wrong`. On a GPU, where the host does
-                not wait, an id without a row fails a device-side assertion that names the error.
+            CppmegaError: `input-embeddings-not-fed`, `structure-out-of-range`. On a GPU, where the
+                host does not wait, an id without a row fails a device-side assertion that names
+                the error.
         """
         if kinds is None or depths is None:
             raise CppmegaError(
-                "structure-not-fed",
+                "input-embeddings-not-fed",
                 "A model with a structure embedding was given a batch without structure ids.",
                 "It would learn nothing about syntax, but appear to.",
                 "train on data prepared with structure ids, or --set structure=None",
@@ -78,7 +79,7 @@ class StructureEmbedding(nn.Module):
             message = f"The structure {name} of a batch are not all from 0 to {rows - 1}."
             if ids.device.type == "cpu" and not fit:
                 raise _wrong(message)
-            torch._assert_async(fit, f"structure-ids-wrong: {message}")
+            torch._assert_async(fit, f"structure-out-of-range: {message}")
         return torch.stack((kinds, depths)) + 1
 
     def columns(self, rows: Tensor) -> Tensor:
@@ -107,7 +108,7 @@ class StructureEmbedding(nn.Module):
 
 def _wrong(what: str) -> CppmegaError:
     return CppmegaError(
-        "structure-ids-wrong",
+        "structure-out-of-range",
         what,
         "They belong to other data, or to another definition of the classes.",
         "python -m cppmega.check_data PREFIX, for every --data of the run",

@@ -162,13 +162,13 @@ def require_kernels(dtype: torch.dtype, streams: int, width: int) -> None:
     """Check that a run that requests fused kernels can use them.
 
     Raises:
-        CppmegaError: `mhc-no-fused-kernel`.
+        CppmegaError: `no-kernel`.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     why = kernels.obstacle(device, dtype, streams, width)
     if why is not None:
         raise CppmegaError(
-            "mhc-no-fused-kernel",
+            "no-kernel",
             f"--use-fused-mhc was given, but no fused kernel can run: {why}.",
             "The run would use the plain implementation instead of the one it requests.",
             "leave --use-fused-mhc out, or change the unsupported property",

@@ -60,7 +60,7 @@ def joined(depth: Any, streams: Tensor, decoder_input: Tensor) -> Tensor:
     """
     if InferenceMode.is_active():
         raise CppmegaError(
-            "mhc-depths-in-inference",
+            "no-inference",
             "An MTP depth with hyper-connections was asked to generate tokens.",
             "Speculative decoding passes hidden states, but a depth reads the streams.",
             "generate without MTP",

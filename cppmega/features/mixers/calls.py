@@ -51,11 +51,11 @@ def refuse_inference(*contexts: Any) -> None:
     """Check that a mixer is called for training.
 
     Raises:
-        CppmegaError: `mixer-no-inference`.
+        CppmegaError: `no-inference`.
     """
     if any(context is not None for context in contexts):
         raise CppmegaError(
-            "mixer-no-inference",
+            "no-inference",
             "A Mamba-3 or M2RNN layer was called with inference caches.",
             "The mixers start every sequence from zero states; earlier tokens would be forgotten.",
             "evaluate complete sequences, as the trainer does",

@@ -136,7 +136,7 @@ class M2RNNMixer(MegatronModule):  # type: ignore[misc]
             `[s, b, hidden]`, and no bias.
 
         Raises:
-            CppmegaError: `mixer-no-inference`.
+            CppmegaError: `no-inference`.
         """
         refuse_inference(inference_context, inference_params)
         s, b, _ = hidden_states.shape

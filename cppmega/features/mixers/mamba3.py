@@ -147,7 +147,7 @@ class Mamba3Mixer(MegatronModule):  # type: ignore[misc]
             `[s, b, hidden]`, and no bias.
 
         Raises:
-            CppmegaError: `mixer-no-inference`, `mixer-no-kernel`.
+            CppmegaError: `no-inference`, `no-kernel`.
         """
         refuse_inference(inference_context, inference_params)
         projected, _ = self.in_proj(hidden_states)

@@ -104,7 +104,7 @@ def select_backend(
     asked = requested or env.LINEAR_CE_KERNEL.read()
     if asked not in (*BACKENDS, "auto"):
         raise CppmegaError(
-            "linear-ce-backend-unknown",
+            "linear-ce-backend",
             f"{asked!r} is not a backend of linear cross-entropy.",
             "With a misspelled name, a kernel other than the measured one would run.",
             f"set {ENVIRONMENT} to auto, {', '.join(BACKENDS)}",
@@ -117,7 +117,7 @@ def select_backend(
         return name, reason
     if obstacle:
         raise CppmegaError(
-            "linear-ce-backend-unavailable",
+            "linear-ce-backend",
             f"Backend triton was requested, but: {obstacle}.",
             "Other backends differ in rounding and speed, and are not selected silently.",
             f"unset {ENVIRONMENT} (auto), or set it to reference",

@@ -33,12 +33,12 @@ def main_grad_of(weight: Tensor) -> MainGrad:
     """The buffer to which the gradient of the head's weight is added.
 
     Raises:
-        CppmegaError: `linear-ce-main-grad`: there is none, or Megatron-FSDP manages it.
+        CppmegaError: `main-grad-missing`: there is none, or Megatron-FSDP manages it.
     """
     found = MainGrad.of(weight)
     if found is None:
         raise CppmegaError(
-            "linear-ce-main-grad",
+            "main-grad-missing",
             "gradient_accumulation_fusion is enabled, but the weight has no main_grad, or "
             "Megatron-FSDP manages it.",
             "Its gradient would be lost, or would overwrite that of another use of the weight.",

@@ -88,7 +88,7 @@ def liger(hidden: Tensor, weight: Tensor, targets: Tensor, want: Request) -> tup
     if not isinstance(returned, tuple) or len(returned) != 4:
         got = len(returned) if isinstance(returned, tuple) else type(returned).__name__
         raise CppmegaError(
-            "linear-ce-backend-changed",
+            "linear-ce-backend",
             f"Liger's fused linear cross-entropy returned {got} instead of 4 values.",
             "Its interface changed, and training on the wrong value would train on noise.",
             "install liger-kernel 0.8.5, or set CPPMEGA_LINEAR_CE_KERNEL=triton",
@@ -116,7 +116,7 @@ def cce(hidden: Tensor, weight: Tensor, targets: Tensor, want: Request) -> tuple
 
     if "filter_eps" not in inspect.signature(linear_cross_entropy).parameters:
         raise CppmegaError(
-            "linear-ce-backend-changed",
+            "linear-ce-backend",
             "cut_cross_entropy.linear_cross_entropy has no argument filter_eps.",
             "The gradient filter could not be switched off: small gradients would be dropped.",
             "install cut-cross-entropy 25.1.1, or set CPPMEGA_LINEAR_CE_KERNEL=triton",
@@ -140,7 +140,7 @@ def _installed(backend: str, package: str, minimum: str) -> None:
         version = None
     if version is None or Version(version) < Version(minimum):
         raise CppmegaError(
-            "linear-ce-backend-unavailable",
+            "linear-ce-backend",
             f"Backend {backend} was requested; {package} is {version or 'not installed'}, "
             f"{minimum} or later is needed.",
             "Other backends differ in rounding and speed, and are not selected silently.",
@@ -165,7 +165,7 @@ def _refuse(backend: str, hidden: Tensor, want: Request, argmax: bool) -> None:
     refused = [what for what, is_wanted in cannot.items() if is_wanted]
     if refused:
         raise CppmegaError(
-            "linear-ce-backend-unsupported",
+            "linear-ce-backend",
             f"Backend {backend} was requested and does not support: {', '.join(refused)}.",
             "Leaving any of it out would silently change the loss or the gradient.",
             "unset CPPMEGA_LINEAR_CE_KERNEL (auto), or set it to triton",

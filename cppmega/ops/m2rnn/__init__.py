@@ -14,7 +14,7 @@ A head of more than 32 rows needs `4 * V * heads * tokens` for every 32 of them 
 contributions to the output, and in the backward to the gradient of v.
 
 On a CPU the reference is used, except in Triton's interpreter. On a GPU there is no fallback: what
-the kernels do not support raises `m2rnn-no-kernel` with the reason that `obstacle` returns.
+the kernels do not support raises `no-kernel` with the reason that `obstacle` returns.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def m2rnn(
         `[s, b, heads, V]` in the type of v.
 
     Raises:
-        CppmegaError: `m2rnn-no-kernel`.
+        CppmegaError: `no-kernel`.
         ValueError: the shapes do not match, or `gradient_clipping` is not above 0.
     """
     _check_shapes(q, k, v, transition, log_decay, bounds)
@@ -101,7 +101,7 @@ def m2rnn(
         why = _types_obstacle(q, k, v, transition, log_decay)
     if why is not None:
         raise CppmegaError(
-            "m2rnn-no-kernel",
+            "no-kernel",
             f"No kernel of M2RNN supports this: {why}.",
             "The recurrence in plain torch launches thousands of kernels for a sequence.",
             "change the unsupported property, or call cppmega.ops.m2rnn.naive",

@@ -29,7 +29,7 @@ def mixed(
         chunk: tokens that are computed together; cppmega's scan ignores it and uses 64 rows.
 
     Raises:
-        CppmegaError: `mixer-no-kernel`, only on a GPU, where there is no fallback for a kernel.
+        CppmegaError: `no-kernel`, only on a GPU, where there is no fallback for a kernel.
     """
     if not inputs.x.numel():
         return reference.without_tokens(inputs, parameters)
@@ -46,7 +46,7 @@ def mixed(
 
     if why := kernels.obstacle(device, inputs, parameters, chunk):
         raise CppmegaError(
-            "mixer-no-kernel",
+            "no-kernel",
             f"No kernel computes these Mamba-3 mixers. cppmega's scan: {unscanned}. "
             f"mamba-ssm's kernels: {why}.",
             "Plain torch would take many times as long, and keep every product in memory.",

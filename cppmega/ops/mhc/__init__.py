@@ -18,7 +18,7 @@ per logit of a token in the backward; and 8 times the size of phi for its gradie
 none. The tiles fit sm_80, sm_90, sm_100 and sm_120, and are the fastest of these on an H200
 (`benchmarks/results/mhc_designs.md`).
 
-Where a kernel cannot run there is no fallback: every function raises `mhc-no-kernel`, with the
+Where a kernel cannot run there is no fallback: every function raises `no-kernel`, with the
 reason that `obstacle` returns. Callers that want plain torch call `naive`.
 """
 
@@ -98,7 +98,7 @@ def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
     """Compute `naive.sinkhorn` of `[..., n, n]` in fp32.
 
     Raises:
-        CppmegaError: `mhc-no-kernel`.
+        CppmegaError: `no-kernel`.
         ValueError: the logits are not square, or there is no iteration.
     """
     if logits.ndim < 2 or logits.size(-1) != logits.size(-2):
@@ -128,7 +128,7 @@ def weights(
             `grad_added_to_main_grad`, as Megatron's linear layers do.
 
     Raises:
-        CppmegaError: `mhc-no-kernel`, or `mhc-main-grad`: there is no such buffer.
+        CppmegaError: `no-kernel`, or `main-grad-missing`: there is no such buffer.
         ValueError: the shapes do not match, or there is no iteration.
     """
     streams = _checked(streams, parameters, iterations)
@@ -151,7 +151,7 @@ def aggregate(streams: Tensor, h_pre: Tensor, *, out: Tensor | None = None) -> T
             becomes part of the autograd graph, so each call needs a fresh `detach()` of it.
 
     Raises:
-        CppmegaError: `mhc-no-kernel`.
+        CppmegaError: `no-kernel`.
         ValueError: the shapes do not match, or `out` is not such a tensor.
     """
     streams = _required(streams)
@@ -169,7 +169,7 @@ def update(
     """Compute `naive.update` of `[s, b, n, C]`, with `h_res` and `h_post` in fp32.
 
     Raises:
-        CppmegaError: `mhc-no-kernel`.
+        CppmegaError: `no-kernel`.
         ValueError: the shapes do not match.
     """
     streams = _required(streams)
@@ -282,7 +282,7 @@ def _main_grad(phi: Tensor) -> object:
     found = MainGrad.of(phi)
     if found is None:
         raise CppmegaError(
-            "mhc-main-grad",
+            "main-grad-missing",
             "The gradient of phi must be accumulated into its main_grad, but phi has none, or "
             "Megatron-FSDP manages it.",
             "Its gradient would be lost, or would overwrite that of another use of phi.",
@@ -295,7 +295,7 @@ def _main_grad(phi: Tensor) -> object:
 
 def _no_kernel(why: str) -> CppmegaError:
     return CppmegaError(
-        "mhc-no-kernel",
+        "no-kernel",
         f"No kernel of the hyper-connections supports this: {why}.",
         "Without kernels, a site would silently use another, slower implementation.",
         "train without the fused kernels, or change the unsupported property",

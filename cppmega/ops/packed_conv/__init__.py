@@ -66,7 +66,7 @@ def packed_conv(x: Tensor, weight: Tensor, bias: Tensor, bounds: Tensor | None =
         `[s, b, C]` in the type of x.
 
     Raises:
-        CppmegaError: `packed-conv-no-kernel`.
+        CppmegaError: `no-kernel`.
         ValueError: the shapes do not match.
     """
     if (
@@ -88,7 +88,7 @@ def packed_conv(x: Tensor, weight: Tensor, bias: Tensor, bounds: Tensor | None =
         why = f"the weight is {weight.dtype} and the bias {bias.dtype}"
     if why is not None:
         raise CppmegaError(
-            "packed-conv-no-kernel",
+            "no-kernel",
             f"No kernel of the convolution supports this: {why}.",
             "Plain torch would keep an fp32 copy of the input for every tap.",
             "change the unsupported property, or call cppmega.ops.packed_conv.naive",

@@ -29,7 +29,7 @@ def check(context: Context) -> str:
 
     Raises:
         CppmegaError: `no-checkpoint`, `checkpoint-broken`, `checkpoint-runs-code`,
-            `checkpoint-of-another-recipe`, `checkpoint-of-another-model`, `nothing-to-train`.
+            `checkpoint-of-another-recipe`, `checkpoint-of-another-model`, `nothing-to-do`.
         NotApplicable: the run starts afresh.
     """
     load = context.options.load
@@ -95,7 +95,7 @@ def _mismatches(context: Context, load: Path, saved: Saved) -> Iterator[CppmegaE
     last = recipe.train_iters if recipe is not None else args["train_iters"]
     if saved.step.isdigit() and last is not None and int(saved.step) >= last:
         yield CppmegaError(
-            "nothing-to-train",
+            "nothing-to-do",
             f"{load} holds step {saved.step}, and the run ends at step {last}.",
             "It would load the checkpoint, train nothing, and end with success.",
             "--set train_iters=... with more steps, or another --save folder",

@@ -27,7 +27,7 @@ def check(context: Context) -> str:
     """Try to write to each folder, or to the nearest one above it that exists.
 
     Raises:
-        CppmegaError: `folder-not-writable`, `disk-full`, `host-memory-too-small`.
+        CppmegaError: `folder-not-writable`, `disk-full`, `host-limit`.
     """
     usable: list[str] = []
     refuse((*_unusable_folders(context, usable), *_unheld_copies(context)))
@@ -107,7 +107,7 @@ def _unheld_copies(context: Context) -> Iterator[CppmegaError]:
     available = memory.available()
     if copied > available:
         yield CppmegaError(
-            "host-memory-too-small",
+            "host-limit",
             f"An asynchronous save copies {gib(copied)} to this host, which has {gib(available)} "
             "of memory available.",
             "The kernel would kill a process of the run at its first save.",

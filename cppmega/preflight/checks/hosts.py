@@ -16,7 +16,7 @@ def check(context: Context) -> str:
     """Divide the GPUs, and look up this host's name.
 
     Raises:
-        CppmegaError: `gpus-do-not-divide`, `host-name-unknown`.
+        CppmegaError: `wrong-world-size`, `host-name-unknown`.
         NotApplicable: one host trains, and its name has an address.
     """
     name = socket.gethostname()
@@ -25,7 +25,7 @@ def check(context: Context) -> str:
     recipe = context.recipe
     if context.nodes < 1 or recipe.gpus % context.nodes:
         raise CppmegaError(
-            "gpus-do-not-divide",
+            "wrong-world-size",
             f"{counted(recipe.gpus, 'GPU')} of {recipe.name} cannot be divided among "
             f"{counted(context.nodes, 'host')}.",
             "torchrun starts the same number of ranks on each.",

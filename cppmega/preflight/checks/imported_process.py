@@ -22,7 +22,8 @@ def check(context: Context) -> str:
 
     Raises:
         CppmegaError: what `guard.start`, `imported.check`, `provenance.judge` and `swaps.check`
-            find, `other-root`, `import-failed`, `patch-not-installed`, `process-ended`; `no-torch`.
+            find, `other-root`, `import-failed`, `patch-not-installed`, `process-ended`;
+            `package-missing`.
     """
     root = context.session.read_tree().root
     interpreter.require_torch(root, "cppmega preflight", or_below=True)

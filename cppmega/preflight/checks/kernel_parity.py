@@ -48,7 +48,7 @@ def attention(context: Context) -> SparseAttention | None:
     """The sizes of DSA's attention on a rank; None if the recipe needs no page with kernels for it.
 
     Raises:
-        CppmegaError: `bad-wanted-by`, or what reading the version raises.
+        CppmegaError: `page-failed`, or what reading the version raises.
     """
     recipe = context.recipe
     if recipe is None or not recipe.uses_dsa:

@@ -40,7 +40,7 @@ def check(context: Context) -> str:
     """Compare this host with what the ranks need.
 
     Raises:
-        CppmegaError: `too-few-files`, `shared-memory-too-small`, `host-memory-too-small`.
+        CppmegaError: `host-limit`.
         NotApplicable: the launch runs on CPU, in two small processes.
     """
     if context.recipe is None or not context.needs_gpu:
@@ -73,14 +73,14 @@ def shortages(host: Host, ranks: int) -> Iterator[CppmegaError]:
     yield from _too_few_files(host, _FILES)
     if ranks > 1 and host.shared < _SHARED:
         yield CppmegaError(
-            "shared-memory-too-small",
+            "host-limit",
             f"/dev/shm has {gib(host.shared)} free.",
             "NCCL ends with 'unhandled system error' when its buffers do not fit.",
             "docker run --shm-size=16g, or --ipc=host",
         )
     if host.memory < _PER_RANK * ranks:
         yield CppmegaError(
-            "host-memory-too-small",
+            "host-limit",
             f"The host has {gib(host.memory)} of memory free for {counted(ranks, 'rank')}; each "
             f"takes about {gib(_PER_RANK)}.",
             "The OOM killer would kill a rank, and the others would hang in a collective.",
@@ -98,7 +98,7 @@ def _too_few_files(host: Host, needed: int) -> Iterator[CppmegaError]:
             "/etc/security/limits.conf"
         )
     yield CppmegaError(
-        "too-few-files",
+        "host-limit",
         f"A process may open {host.files} files (`ulimit -n`; the hard limit is "
         f"{host.most_files}), and the ranks need {needed}.",
         "Data loaders, process groups and checkpoints of many shards open thousands; the run would "

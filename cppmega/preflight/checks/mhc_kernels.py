@@ -23,7 +23,7 @@ def check(context: Context) -> str:
     """Ask the ops in a separate process.
 
     Raises:
-        CppmegaError: `mhc-kernels-decline`.
+        CppmegaError: `no-kernel`.
         NotApplicable: the launch uses no fused kernels of mHC, or no GPU.
     """
     args = context.megatron_args
@@ -40,7 +40,7 @@ def check(context: Context) -> str:
     why = ask(worker, order, ConnectionsAnswer, context.rank_environment).obstacle
     if why is not None:
         raise CppmegaError(
-            "mhc-kernels-decline",
+            "no-kernel",
             f"--use-fused-mhc, but the kernels do not support {streams} streams of {width}: {why}.",
             "Every rank would stop when it builds the model.",
             "--set use_fused_mhc=False (without a recipe, leave --use-fused-mhc out), or change "

@@ -21,7 +21,7 @@ def check(context: Context) -> str:
     """Ask every rule about the parsed line, its variables and the checkpoint that it resumes.
 
     Raises:
-        CppmegaError: those of the broken rules; `bad-rule`.
+        CppmegaError: those of the broken rules; `page-failed`.
         NotApplicable: nothing that Megatron parses is launched.
     """
     run, verdicts = context.run, context.plan.verdicts

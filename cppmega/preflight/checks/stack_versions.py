@@ -19,7 +19,7 @@ def check(context: Context) -> str:
     """Compare versions by the packages' metadata.
 
     Raises:
-        CppmegaError: `stack-missing`, `stack-differs`.
+        CppmegaError: `stack-differs`.
     """
     if context.recipe is None or not context.recipe.stack:
         raise NotApplicable("no recipe declares a stack")
@@ -33,7 +33,7 @@ def _wrong_versions(recipe: Recipe) -> Iterator[CppmegaError]:
         pip = "torch" if name == "cuda" else name
         if found is None:
             yield CppmegaError(
-                "stack-missing",
+                "stack-differs",
                 f"Recipe {recipe.name} requires {name} {versions}, which is not installed.",
                 "The run would end late, or fall back to something slower.",
                 f"pip install '{pip}{versions if name != 'cuda' else ''}'",

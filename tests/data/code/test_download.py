@@ -40,5 +40,5 @@ def test_other_bytes_under_its_name_are_not_taken(index: Path) -> None:
     wanted = source(packed(index, "two", FILES["two"]), "two", "train")
     with pytest.raises(CppmegaError, match="did not find two") as caught:
         download.fetched(msgspec.structs.replace(wanted, sha256="0" * 64), print)
-    assert caught.value.name == "sources-not-found"
+    assert caught.value.name == "input-not-found"
     assert not list(download.wheels.cache().glob("sources/*"))

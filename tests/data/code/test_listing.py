@@ -59,6 +59,6 @@ def test_those_for_training_come_first(tmp_path: Path) -> None:
 def test_what_is_no_list(tmp_path: Path, text: str, problem: str) -> None:
     with pytest.raises(CppmegaError, match=problem) as caught:
         listing.load(written(tmp_path, text))
-    assert caught.value.name == "source-list-broken"
-    with pytest.raises(CppmegaError, match="source-list-broken"):
+    assert caught.value.name == "data-list-broken"
+    with pytest.raises(CppmegaError, match="data-list-broken"):
         listing.load(tmp_path / "none.toml")

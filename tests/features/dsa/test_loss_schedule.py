@@ -65,14 +65,14 @@ def test_only_one_rank_prints(
 
 def test_an_unknown_step_is_an_error_only_where_a_layer_trains() -> None:
     assert schedule.begin_step(None) == 2
-    assert named(schedule.uses_sparse_loss, SPARSE) == "dsa-dense-loss-without-step"
+    assert named(schedule.uses_sparse_loss, SPARSE) == "dsa-dense-loss"
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "1.5", "two"])
 def test_a_number_of_steps_that_is_none(text: str) -> None:
     with pytest.raises(CppmegaError) as refused:
         schedule.dense_steps({schedule.STEPS: text})
-    assert refused.value.name == "dsa-dense-loss-steps" and schedule.STEPS in refused.value.next
+    assert refused.value.name == "dsa-dense-loss" and schedule.STEPS in refused.value.next
     assert (schedule.stated_steps({}), schedule.stated_steps({schedule.STEPS: "7"})) == (None, 7)
 
 
@@ -82,7 +82,7 @@ def test_a_run_without_dsa_states_none(
     monkeypatch.delenv(schedule.STEPS)
     assert schedule.begin_step(0) is None
     assert not capsys.readouterr().out
-    assert named(schedule.uses_sparse_loss, SPARSE) == "dsa-dense-loss-steps"
+    assert named(schedule.uses_sparse_loss, SPARSE) == "dsa-dense-loss"
 
 
 def group(*everyone: tuple[int | None, int]) -> SimpleNamespace:
@@ -110,7 +110,7 @@ def test_ranks_that_disagree(
     monkeypatch.setattr(schedule, "_distributed", lambda: group((2, 0), (2, 0), other))
     with pytest.raises(CppmegaError) as refused:
         schedule.begin_step(0)
-    assert refused.value.name == "dsa-dense-loss-differs"
+    assert refused.value.name == "dsa-dense-loss"
     assert f"rank 2 has {said}" in refused.value.what
     monkeypatch.setattr(schedule, "_distributed", lambda: group((2, 0), (2, 0)))
     assert schedule.begin_step(0) == 2
@@ -120,8 +120,8 @@ def test_ranks_that_disagree(
     ("change", "name"),
     [
         ({}, ""),
-        ({"dsa_indexer_loss_coeff": None}, "dsa-dense-loss-changes-nothing"),
-        ({"dsa_indexer_use_sparse_loss": False}, "dsa-dense-loss-changes-nothing"),
+        ({"dsa_indexer_loss_coeff": None}, "argument-without-effect"),
+        ({"dsa_indexer_use_sparse_loss": False}, "argument-without-effect"),
         ({"cuda_graph_impl": "local"}, "unsupported"),
         ({"enable_cuda_graph": True}, "unsupported"),
         ({"dsa_kernel_backend": "tilelang"}, ""),

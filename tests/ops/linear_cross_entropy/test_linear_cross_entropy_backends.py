@@ -38,17 +38,17 @@ def test_environment_names_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(op.ENVIRONMENT, "reference")
     assert linear_cross_entropy(*case[:3]).backend == "reference"
     monkeypatch.setenv(op.ENVIRONMENT, "triton")
-    with pytest.raises(CppmegaError, match="linear-ce-backend-unavailable"):
+    with pytest.raises(CppmegaError, match="linear-ce-backend"):
         linear_cross_entropy(*case[:3])
     monkeypatch.setenv(op.ENVIRONMENT, "tritn")
-    with pytest.raises(CppmegaError, match="linear-ce-backend-unknown"):
+    with pytest.raises(CppmegaError, match="linear-ce-backend"):
         linear_cross_entropy(*case[:3])
 
 
 @pytest.mark.parametrize("backend", ["liger", "cce"])
 def test_a_named_library_refuses_the_cpu(backend: str) -> None:
     case = make_case(dtype=torch.bfloat16)
-    with pytest.raises(CppmegaError, match=r"linear-ce-backend-unsupported: .*cpu"):
+    with pytest.raises(CppmegaError, match=r"linear-ce-backend: .*cpu"):
         linear_cross_entropy(*case[:3], backend=backend)
 
 
@@ -64,7 +64,7 @@ def test_what_a_library_cannot_do(backend: str, field: str) -> None:
         dtype = torch.bfloat16
 
     external._refuse(backend, Fake(), plain, argmax=False)  # type: ignore[arg-type]
-    with pytest.raises(CppmegaError, match="linear-ce-backend-unsupported"):
+    with pytest.raises(CppmegaError, match="linear-ce-backend"):
         external._refuse(backend, Fake(), wanted, argmax=True)  # type: ignore[arg-type]
     with pytest.raises(CppmegaError, match="meta"):
         external._refuse(backend, on_cuda, plain, argmax=True)
@@ -91,7 +91,7 @@ def test_an_old_or_missing_liger_is_refused(
         return version
 
     monkeypatch.setattr(external.importlib.metadata, "version", installed)
-    with pytest.raises(CppmegaError, match="linear-ce-backend-unavailable"):
+    with pytest.raises(CppmegaError, match="linear-ce-backend"):
         external._installed("liger", "liger-kernel", external.LIGER_MINIMUM)
 
 

@@ -232,9 +232,9 @@ def test_what_has_no_kernel_is_said() -> None:
     assert "larger than the 128 x 64" in str(op.obstacle(cuda, torch.bfloat16, 64, 65))
     assert "on cpu" in str(op.obstacle(torch.device("cpu"), torch.bfloat16, 64, 16))
     meta = [x.to("meta") for x in drawn(Shape(3, 1, 3, 4, 4), torch.bfloat16)]
-    with pytest.raises(CppmegaError, match=r"m2rnn-no-kernel.*on meta"):
+    with pytest.raises(CppmegaError, match=r"no-kernel.*on meta"):
         op.m2rnn(*meta)
-    with pytest.raises(CppmegaError, match=r"packed-conv-no-kernel.*on meta"):
+    with pytest.raises(CppmegaError, match=r"no-kernel.*on meta"):
         packed_conv(*(x.to("meta") for x in drawn_conv(3, 1, 8, 4, torch.bfloat16)))
 
 

@@ -58,9 +58,9 @@ def test_the_loss_of_a_layer_is_that_of_its_step(version: str) -> None:
             seen = mine["chosen"]  # once more where the layer is recomputed
             assert_same({**mine, "chosen": seen[-1:]}, stock[kind], kind)
     assert found["evaluation"] is None
-    assert found["no steps"] == "dsa-dense-loss-steps"
-    assert found["no step"] == "dsa-dense-loss-without-step"
-    assert found["always dense"] == "dsa-dense-loss-changes-nothing"
+    assert found["no steps"] == "dsa-dense-loss"
+    assert found["no step"] == "dsa-dense-loss"
+    assert found["always dense"] == "argument-without-effect"
 
 
 TRAIN = """
@@ -216,10 +216,10 @@ DSA = {
     [
         ("2", {}, ""),
         (None, {"experimental_attention_variant": None}, ""),
-        (None, {}, "dsa-dense-loss-steps"),
-        ("0", {}, "dsa-dense-loss-steps"),
+        (None, {}, "dsa-dense-loss"),
+        ("0", {}, "dsa-dense-loss"),
         ("2", {"cuda_graph_impl": "local"}, "unsupported"),
-        ("2", {"dsa_indexer_use_sparse_loss": False}, "dsa-dense-loss-changes-nothing"),
+        ("2", {"dsa_indexer_use_sparse_loss": False}, "argument-without-effect"),
     ],
 )
 def test_the_preflight(steps: str | None, change: dict[str, object], error: str) -> None:

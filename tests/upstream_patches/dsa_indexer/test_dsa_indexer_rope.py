@@ -108,8 +108,8 @@ def test_a_checkpoint_of_stock_is_loaded_only_as_stated(version: str, tmp_path: 
         {"folder": page, "line": ALONE},
         {"folder": page, "line": ALONE, "env": STOCK},
     )
-    unknown = "dsa-indexer-rows-unknown"
-    assert found[:3] == [unknown, unknown, "dsa-indexer-rows-of-optimizer"]
+    unknown = "dsa-indexer-rows"
+    assert found[:3] == [unknown, unknown, "dsa-indexer-rows"]
     assert [_close(scores, wanted) for scores in found[3:]] == [False, True, True, True]
 
 
@@ -136,7 +136,7 @@ def test_the_trainers_record_of_its_pages_is_enough() -> None:
     def record(megatron: str, *pages: str) -> str:
         return json.dumps({"megatron": megatron, "pages": {page: {} for page in pages}})
 
-    assert load() == load(cppmega_patches="none") == "dsa-indexer-rows-unknown"
-    assert load(cppmega_patches=record("0.18.2", "own")) == "dsa-indexer-rows-unknown"
+    assert load() == load(cppmega_patches="none") == "dsa-indexer-rows"
+    assert load(cppmega_patches=record("0.18.2", "own")) == "dsa-indexer-rows"
     assert load(cppmega_patches=record("0.18.2", "dsa_indexer_rope")) == "loaded"
     assert load(cppmega_patches=record("0.19.2")) == "loaded"

@@ -68,18 +68,18 @@ def test_shared_layers_use_the_full_layers_keys_and_own_no_indexer(version: str)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_model_that_cannot_share_is_refused_when_it_is_built(version: str) -> None:
     found = answer(version, "refused")
-    assert found["unset"].startswith("dsa-index-share-unset: ")
-    assert found["length"].startswith("dsa-index-pattern-invalid: ") and "3 letters for 4" in str(
+    assert found["unset"].startswith("dsa-index-sharing: ")
+    assert found["length"].startswith("dsa-index-sharing: ") and "3 letters for 4" in str(
         found["length"]
     )
-    assert found["first"].startswith("dsa-index-pattern-invalid: ")
-    stage = "dsa-index-share-stage: The DSA layers {} are Shared and use the keys of layer 1, "
+    assert found["first"].startswith("dsa-index-sharing: ")
+    stage = "dsa-index-sharing: The DSA layers {} are Shared and use the keys of layer 1, "
     assert found["gpt"].startswith(stage.format(3))
     assert found["gpt fits"] == found.get("hybrid fits", [False, True]) == [False, True]
     if version >= "0.18":
         assert found["hybrid"].startswith(stage.format(4))
     if version >= "0.19":
-        assert found["both"].startswith("dsa-index-share-conflict: ")
+        assert found["both"].startswith("dsa-index-sharing: ")
         assert found["options"].startswith(stage.format("4, 6"))
 
 
@@ -126,22 +126,22 @@ OPTIONS = {"dsa_indexer_topk_freq": 3, "dsa_indexer_skip_topk_offset": 1}
     ("pattern", "changes", "name"),
     [
         ("FSFS", {}, None),
-        ("FSSS", {}, "dsa-index-share-stage"),
-        ("FSSS", {"hybrid_layer_pattern": "D-DD-D"}, "dsa-index-share-stage"),
+        ("FSSS", {}, "dsa-index-sharing"),
+        ("FSSS", {"hybrid_layer_pattern": "D-DD-D"}, "dsa-index-sharing"),
         ("FSSS", {"hybrid_layer_pattern": "D-DD-D", "pipeline_model_parallel_size": 1}, None),
-        ("FSF", {}, "dsa-index-pattern-invalid"),
+        ("FSF", {}, "dsa-index-sharing"),
         ("FSSFSS", GPT, None),
-        ("FSFSFS", GPT, "dsa-index-share-stage"),
+        ("FSFSFS", GPT, "dsa-index-sharing"),
         ("FSFSFS", {**GPT, "decoder_first_pipeline_num_layers": 2}, None),
-        ("FSFSFS", {**GPT, **OPTIONS}, "dsa-index-share-conflict"),
+        ("FSFSFS", {**GPT, **OPTIONS}, "dsa-index-sharing"),
         ("", {}, None),
         ("", {**GPT, **OPTIONS}, None),
         ("", OPTIONS, None),
-        ("", {**OPTIONS, "dsa_indexer_topk_freq": 6}, "dsa-index-share-stage"),
+        ("", {**OPTIONS, "dsa_indexer_topk_freq": 6}, "dsa-index-sharing"),
         (
             "",
             {"variables": {"CPPMEGA_DSA_INDEX_PATTERN": "FS"}},
-            "dsa-index-pattern-ignored",
+            "dsa-index-sharing",
         ),
         ("FSFS", {"hybrid_layer_pattern": "M-"}, None),
     ],
@@ -164,7 +164,7 @@ def test_the_preflight_says_the_same_before_a_launch(
         ),
         # The model is a hybrid one, which has no such schedule either.
         ({"overlap_moe_expert_parallel_comm": True}, ["unsupported"] * 2),
-        ({"pipeline_model_parallel_size": 3}, ["dsa-index-share-stage"]),
+        ({"pipeline_model_parallel_size": 3}, ["dsa-index-sharing"]),
     ],
 )
 def test_the_preflight_of_a_release_without_shared_keys(

@@ -184,7 +184,7 @@ def check_what_is_refused_when_a_model_is_built(folder: Path) -> None:
         assert on_ranks(folder, plain, built) == ["sizes-misstated"]
     with with_them():
         assert set(on_ranks(folder, replace(plain, context=2), built)) == {"unsupported"}
-        assert on_ranks(folder, plain, _called_to_infer) == ["mixer-no-inference"]
+        assert on_ranks(folder, plain, _called_to_infer) == ["no-inference"]
 
 
 def _called_to_infer(setting: Configuration) -> str:
