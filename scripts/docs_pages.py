@@ -29,6 +29,8 @@ from cppmega.cli.main import cli
 from cppmega.host.markdown import table
 from cppmega.overlay.verdict import FAILURES, MEANING
 from cppmega.page import Page
+from cppmega.rules import RULES
+from cppmega.rules.rule import Rule
 
 REPOSITORY = architecture.REPOSITORY
 DOCS = REPOSITORY / "docs"
@@ -43,6 +45,7 @@ ORDER = (
     ("Start in five minutes", "index.md"),
     ("In your environment", "environment.md"),
     ("My run was refused", "refused.md"),
+    ("What goes with what", "combinations.md"),
     ("I upgrade Megatron", "upgrade-megatron.md"),
     ("I upgrade cppmega", "upgrades.md"),
     ("I write a patch", "write-a-patch.md"),
@@ -284,6 +287,29 @@ def _states(_: str) -> str:
     return table(("state", "", "meaning"), rows)
 
 
+def _combinations(_: str) -> str:
+    """Every part of a run, with the options that it does not support."""
+    pages = catalogue.load().values()
+    rules = (*RULES, *(rule for page in pages for rule in page.patch.rules))
+    found: dict[str, dict[str, Rule]] = {}
+    for rule in rules:
+        if rule.option:
+            found.setdefault(rule.concerns, {}).setdefault(rule.option, rule)
+    text = []
+    for part, options in found.items():
+        rows = [
+            (_found(name), _found(rule.why), _found(rule.cure)) for name, rule in options.items()
+        ]
+        heading = part[:1].upper() + part[1:]
+        text += [f"## {heading}", "", table(("not with", "why", "instead"), rows), ""]
+    return "\n".join(text)
+
+
+def _found(text: str) -> str:
+    """A sentence of a rule, without what only a run can put in."""
+    return _escaped(re.sub(r"\{[^}]*\}", "…", text)).replace("|", "\\|")
+
+
 def _words(command: str) -> str:
     """The list of words in a command's help."""
     text = inspect.cleandoc(cli.commands[command].help or "")
@@ -361,6 +387,7 @@ _KINDS: dict[str, Callable[[str], str]] = {
     "readme": lambda title: section("README.md", title),
     "contributing": lambda title: section("CONTRIBUTING.md", title),
     "transcript": _transcript,
+    "combinations": _combinations,
     "states": _states,
     "words": _words,
     "results": _results,
