@@ -105,6 +105,11 @@ TILELANG_DSA = Part(
     lambda run: uses_dsa(run) and run.dsa_kernel_backend == "tilelang",
     "--dsa-kernel-backend none",
 )
+LINEAR_LOSS = Part(
+    "--cross-entropy-fusion-impl linear",
+    lambda run: run.cross_entropy_loss_fusion and run.cross_entropy_fusion_impl == "linear",
+    "--cross-entropy-fusion-impl native",
+)
 CUDA_GRAPHS_OF_LAYERS = Part("CUDA graphs", _graphs(), "--cuda-graph-impl none")
 TRAINER = Part(
     "cppmega's trainer",
@@ -227,6 +232,11 @@ CUDNN_WITHOUT_DENSE_LOSS = Option(
     lambda run: CUDNN_DSA.used(run) and (CONTEXT_PARALLEL.used(run) or shares_dsa_keys(run)),
     "--dsa-kernel-backend none",
 )
+DEFERRED_WGRAD = Option("--defer-embedding-wgrad-compute", _given("defer_embedding_wgrad_compute"))
+SAVED_LOGITS = Option(
+    "--logits-save-dir or --logits-load-dir", _given("logits_save_dir", "logits_load_dir")
+)
+CONFIG_LOGGER = Option("--config-logger-dir", _given("config_logger_dir"))
 UNFUSED_ATTENTION = Option(
     "--attention-backend unfused",
     lambda run: str(run.attention_backend).endswith("unfused"),
@@ -309,6 +319,11 @@ UNSUPPORTED: Mapping[Part, Mapping[Option, str]] = {
     TILELANG_DSA: {
         FP32: "Every rank would stop when it builds its first DSA layer.",
         UNFUSED_ATTENTION: "Megatron runs unfused, and the run would be recorded as fused.",
+    },
+    LINEAR_LOSS: {
+        DEFERRED_WGRAD: "The gradient of the head's weight is computed together with the loss.",
+        SAVED_LOGITS: "The logits are never computed.",
+        CONFIG_LOGGER: "Megatron writes the logits of each step there, and they are not computed.",
     },
     CUDA_GRAPHS_OF_LAYERS: {
         PACKED_DOCUMENTS: (

@@ -31,6 +31,7 @@ PARTS: dict[Part, dict[str, Any]] = {
     c.CUDA_GRAPHS_OF_LAYERS: {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn"]},
     c.TRAINER: {"recipe": SimpleNamespace(packed_documents=False)},
     c.SHARED_KEYS: {**DSA, "dsa_indexer_topk_freq": 4},
+    c.LINEAR_LOSS: {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"},
 }
 """What has each part: arguments, variables, or a recipe."""
 
@@ -84,6 +85,9 @@ OPTIONS: dict[Option, dict[str, Any]] = {
         "context_parallel_size": 2,
     },
     c.CUDNN_WITHOUT_DENSE_LOSS: {**DSA, "dsa_kernel_backend": "cudnn", "context_parallel_size": 2},
+    c.DEFERRED_WGRAD: {"defer_embedding_wgrad_compute": True},
+    c.SAVED_LOGITS: {"logits_load_dir": "logits"},
+    c.CONFIG_LOGGER: {"config_logger_dir": "logs"},
     c.UNFUSED_ATTENTION: {"attention_backend": "AttnBackend.unfused"},
 }
 

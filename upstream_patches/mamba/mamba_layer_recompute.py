@@ -19,6 +19,7 @@ Numerics: none (bitwise); parameters keep their names. Random numbers are replay
 from typing import Any
 
 from cppmega.page import Edit, Patch, Source
+from cppmega.rules.rule import Rule
 
 TARGET = "megatron/core/ssm/mamba_layer.py:MambaLayer.forward"
 
@@ -89,6 +90,17 @@ PATCH = Patch(
     ),
     reached="forward",
     gate="CPPMEGA_MAMBA_RECOMPUTE",
+    rules=(
+        Rule(
+            concerns="CPPMEGA_MAMBA_RECOMPUTE",
+            name="argument-without-effect",
+            when=lambda run: run.recompute_granularity == "full",
+            what="CPPMEGA_MAMBA_RECOMPUTE has no effect with --recompute-granularity full.",
+            why="Complete layers are recomputed, and the Mamba layers with them.",
+            cure="unset CPPMEGA_MAMBA_RECOMPUTE and apply again, or --recompute-granularity "
+            "selective",
+        ),
+    ),
 )
 
 
