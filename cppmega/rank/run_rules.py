@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from cppmega.catalogue import page_rules
@@ -18,6 +20,8 @@ def broken(guard: Guard) -> CppmegaError | None:
     args = guard.arguments or megatrons_arguments()
     if args is None:
         return None
+    if isinstance(args, Mapping):
+        args = SimpleNamespace(**args)
     pages = (guard.session.pages[name] for name in guard.receipt.pages)
     found = page_rules.broken(pages, Run(args, os.environ))
     return found[0] if found else None
