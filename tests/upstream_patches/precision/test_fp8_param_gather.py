@@ -13,7 +13,7 @@ GATE = "CPPMEGA_FP8_PARAM_GATHER"
 @pytest.mark.parametrize(
     ("args", "option"),
     [
-        ({}, "a run without FP8"),
+        ({}, "A run without FP8"),
         ({"fp8": "hybrid", "use_torch_fsdp2": True}, "--use-torch-fsdp2"),
         ({"fp8": "hybrid", "use_torch_fsdp2": False}, ""),
         ({"fp8": "hybrid"}, ""),
