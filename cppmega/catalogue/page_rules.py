@@ -13,6 +13,11 @@ from cppmega.rules import RULES
 from cppmega.rules.rule import Run, errors
 
 
+def provided(pages: Iterable[Page], name: str) -> tuple[Any, ...]:
+    """The values that these pages provide under a name, in the order of the pages."""
+    return tuple(value for page in pages for value in page.patch.provides.get(name, ()))
+
+
 @dataclass(frozen=True, slots=True)
 class ProvidedBy:
     """What pages provide: those in the code, and those that are not."""
@@ -22,7 +27,7 @@ class ProvidedBy:
 
     def inside(self, name: str) -> tuple[Any, ...]:
         """The values that pages in the code provide under a name."""
-        return tuple(v for page in self.present for v in page.patch.provides.get(name, ()))
+        return provided(self.present, name)
 
     def outside(self, name: str) -> Mapping[str, tuple[Any, ...]]:
         """The pages that would provide something under a name and are not in the code."""

@@ -60,20 +60,23 @@ Index = dict[str, list[Cause]]
 
 def index(catalogues: Iterable[Path] = ()) -> Index:
     """The errors of the package, of the shipped pages and of further catalogues, by name."""
-    return _index(tuple(catalogues))
+    folders = tuple(catalogues)
+    found: dict[str, dict[str, Cause]] = {}
+    # What is read from text stays; which pages there are may change within a process.
+    for name, cause in (*_constructed(folders), *rules(folders)):
+        alike = _FIELDS.sub("<>", cause.render())  # two callers of a helper word it alike
+        found.setdefault(name, {}).setdefault(alike, cause)
+    return {name: sorted(found[name].values()) for name in sorted(found)}
 
 
 @cache
-def _index(catalogues: tuple[Path, ...]) -> Index:
-    found: dict[str, dict[str, Cause]] = {}
+def _constructed(catalogues: tuple[Path, ...]) -> tuple[tuple[str, Cause], ...]:
+    """The errors that are built in the text of a module."""
     modules = [*_shipped_modules(), *(one for folder in catalogues for one in _pages(folder))]
     texts = text_functions(modules)
     for module in modules:
         module.texts.update(texts)
-    for name, cause in (*_Constructions(modules).causes(), *_of_rules(catalogues)):
-        alike = _FIELDS.sub("<>", cause.render())  # two callers of a helper word it alike
-        found.setdefault(name, {}).setdefault(alike, cause)
-    return {name: sorted(found[name].values()) for name in sorted(found)}
+    return tuple(_Constructions(modules).causes())
 
 
 def of_rule(rule: Rule, name: str = "arguments-invalid") -> tuple[str, Cause]:
@@ -85,16 +88,12 @@ def of_rule(rule: Rule, name: str = "arguments-invalid") -> tuple[str, Cause]:
     return name, Cause(happened, matters, (cure,), "cppmega.rules", title)
 
 
-def rules(catalogues: Iterable[Path] = ()) -> list[tuple[str, Cause]]:
+def rules(catalogues: Iterable[Path] = ()) -> Iterator[tuple[str, Cause]]:
     """Every rule with sentences: of every run, of recipes, and of pages."""
-    return list(_of_rules(tuple(catalogues)))
-
-
-def _of_rules(catalogues: tuple[Path, ...]) -> Iterator[tuple[str, Cause]]:
     for rule in recipes.RULES:
         yield of_rule(rule, "recipe-invalid")
     try:
-        pages = catalogue.load(catalogues).values()
+        pages = catalogue.load([*catalogues]).values()
     except CppmegaError:  # of a page that is being written
         pages = catalogue.load().values()
     for rule in (*RULES, *(rule for page in pages for rule in page.patch.rules)):

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from cppmega.catalogue import loader as catalogue
+from cppmega.catalogue.page_rules import provided
 from cppmega.host.table import Row, table
-from cppmega.overlay.wanted import provided, wanted_patches
+from cppmega.overlay.wanted import wanted_patches
 from cppmega.page import Page
 from cppmega.recipe import Recipe
 from cppmega.recipe.arithmetic import flops, megatron_flops, parameters, record_flops

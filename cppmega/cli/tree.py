@@ -215,10 +215,10 @@ def explain(name: str, patches: Sequence[Path]) -> None:
         _explain_page(pages[name])
     elif readers or variable in env.NAMES:
         _explain_variable(variable, readers)
-    elif (rows := decisions.find(name)) or _rules_about(name, patches):
+    elif any((rows := decisions.find(name), rules := _rules_about(name, patches))):
         for row, decision in rows.items():
             _explain_decision(row, decision)
-        for rule in _rules_about(name, patches):
+        for rule in rules:
             click.echo(f"{rule.title}\n{rule.render()}\n")
     elif name.startswith("-"):
         raise click.NoSuchOption(name)

@@ -158,7 +158,7 @@ def _reason(held: Guard, entries: Sequence[Entry], help_shown: bool) -> str:
     for entry in entries:
         if entry.what == "excused":
             return entry.reason
-    return _reason_of_arguments(held.arguments or run_rules.megatrons_arguments())
+    return _reason_of_arguments(run_rules.arguments_of(held))
 
 
 def _reason_of_arguments(args: Any) -> str:
@@ -258,11 +258,7 @@ def _end_of_rank() -> None:
     fails = error is not None and not (isinstance(error, SystemExit) and _status(error) == 0)
     if held is None or fails:
         return
-    reason = (
-        ""
-        if held.stepped
-        else _reason_of_arguments(held.arguments or run_rules.megatrons_arguments())
-    )
+    reason = "" if held.stepped else _reason_of_arguments(run_rules.arguments_of(held))
     if reason:
         run_ledger.write("excused", reason=reason)
     if not (held.stepped or reason):

@@ -1,9 +1,8 @@
-"""The pages that a recipe requires, and what those pages provide."""
+"""The pages that a recipe requires."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from cppmega.errors import CppmegaError
 from cppmega.host.containment import contained
@@ -21,11 +20,6 @@ def wanted_patches(recipe: Recipe, pages: Mapping[str, Page]) -> tuple[str, ...]
     """
     asked = _asked({n: p.patch.wanted_by for n, p in pages.items() if p.patch.wanted_by}, recipe)
     return tuple(dict.fromkeys((*recipe.patches, *asked)))
-
-
-def provided(pages: Iterable[Page], name: str) -> tuple[Any, ...]:
-    """The values that these pages provide under a name, in the order of the pages."""
-    return tuple(value for page in pages for value in page.patch.provides.get(name, ()))
 
 
 def _asked(questions: Mapping[str, Question], recipe: Recipe) -> list[str]:

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 
 from cppmega import calls
-from cppmega.catalogue.page_rules import ProvidedBy
+from cppmega.catalogue.page_rules import ProvidedBy, provided
 from cppmega.checkpoints import files as checkpoint_files
 from cppmega.checkpoints import tracker as checkpoint_tracker
 from cppmega.data.reading import Allowance
@@ -25,7 +25,7 @@ from cppmega.overlay import receipt
 from cppmega.overlay.plan import Plan
 from cppmega.overlay.receipt import Receipt
 from cppmega.overlay.verbs import Session
-from cppmega.overlay.wanted import provided, wanted_patches
+from cppmega.overlay.wanted import wanted_patches
 from cppmega.preflight import devices
 from cppmega.preflight.ask import ask
 from cppmega.preflight.devices import Devices

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,7 +9,7 @@ from cppmega import calls
 from cppmega.catalogue import gates
 from cppmega.errors import CppmegaError
 from cppmega.live import vouched
-from cppmega.rank import provenance
+from cppmega.rank import provenance, run_rules
 from cppmega.rank.held import Guard
 from cppmega.tree import accepted
 
@@ -74,8 +73,7 @@ def is_promised(guard: Guard, page: str) -> bool:
     """
     args = guard.arguments
     if args is None:
-        megatron = sys.modules.get("megatron.training.global_vars")
-        args = getattr(megatron, "_GLOBAL_ARGS", None)
+        args = run_rules.megatrons_arguments()
     known = guard.session.pages.get(page)
     when = known.patch.when if known is not None else None
     if page in guard.wanted or when is None or args is None:

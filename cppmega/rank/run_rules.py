@@ -17,7 +17,7 @@ from cppmega.rules.rule import Run
 
 def broken(guard: Guard) -> CppmegaError | None:
     """The first rule that this run breaks; None if none is, or no arguments are known."""
-    args = guard.arguments or megatrons_arguments()
+    args = arguments_of(guard)
     if args is None:
         return None
     if isinstance(args, Mapping):
@@ -25,6 +25,11 @@ def broken(guard: Guard) -> CppmegaError | None:
     pages = (guard.session.pages[name] for name in guard.receipt.pages)
     found = page_rules.broken(pages, Run(args, os.environ))
     return found[0] if found else None
+
+
+def arguments_of(guard: Guard) -> Any:
+    """The arguments that a custom loop has passed, else those that Megatron has parsed."""
+    return guard.arguments or megatrons_arguments()
 
 
 def megatrons_arguments() -> Any:

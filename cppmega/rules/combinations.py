@@ -46,8 +46,9 @@ def _graphs(*kinds: str, of: str = "") -> Callable[[Any], str]:
     return asked
 
 
-def _on(variable: env.Variable[Any]) -> Callable[[Any], bool]:
-    return lambda run: bool(variable.read(run.cppmega_variables))
+def _backend(name: str) -> Callable[[Any], bool]:
+    """Whether a run's DSA layers have this backend."""
+    return lambda run: uses_dsa(run) and run.dsa_kernel_backend == name
 
 
 # What a run may have.
@@ -97,12 +98,12 @@ EXPERT_OVERLAP = Part(
 )
 CUDNN_DSA = Part(
     "the DSA backend cudnn",
-    lambda run: uses_dsa(run) and run.dsa_kernel_backend == "cudnn",
+    _backend("cudnn"),
     "--dsa-kernel-backend none",
 )
 TILELANG_DSA = Part(
     "the DSA backend tilelang",
-    lambda run: uses_dsa(run) and run.dsa_kernel_backend == "tilelang",
+    _backend("tilelang"),
     "--dsa-kernel-backend none",
 )
 LINEAR_LOSS = Part(

@@ -76,9 +76,8 @@ class UnsupportedError(CppmegaError):
 
     def __init__(self, part: str, option: str = "", why: str = "", next: str = "") -> None:  # noqa: A002
         handled = sys.exception()
-        if not option and isinstance(
-            handled, UnsupportedError
-        ):  # raised again with only its message
+        # Megatron's `build_module` raises it again as its type, with only the message.
+        if not option and isinstance(handled, UnsupportedError):
             part, option, why, next = handled.part, handled.option, handled.why, handled.next  # noqa: A001
         what = f"{option[:1].upper()}{option[1:]} cannot be combined with {part}."
         super().__init__("unsupported", what, why, next)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from cppmega.catalogue import loader as catalogue
+from cppmega.catalogue.page_rules import provided
 from cppmega.errors import CppmegaError
-from cppmega.overlay.wanted import provided, wanted_patches
+from cppmega.overlay.wanted import wanted_patches
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.memory import estimate
 from cppmega.sizes import dsa_widths

@@ -6,9 +6,9 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
+from cppmega.catalogue import page_rules
 from cppmega.errors import CppmegaError
-from cppmega.rules import RULES
-from cppmega.rules.rule import Run, errors
+from cppmega.rules.rule import Run
 from tests.support import pages
 
 
@@ -19,6 +19,5 @@ def broken(
     **args: Any,
 ) -> list[CppmegaError]:
     """The errors of a run: by the rules of every run, and by those of these pages alone."""
-    known = pages()
-    rules = [*RULES, *(rule for name in names for rule in known[name].patch.rules)]
-    return list(errors(rules, Run(Namespace(**args), variables or {}, saved=saved)))
+    run = Run(Namespace(**args), variables or {}, saved=saved)
+    return page_rules.broken([pages()[name] for name in names], run)

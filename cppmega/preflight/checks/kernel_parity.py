@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from cppmega.catalogue.page_rules import provided
 from cppmega.errors import CppmegaError
-from cppmega.overlay.wanted import provided
 from cppmega.preflight.ask import ask
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import NotApplicable, refuse

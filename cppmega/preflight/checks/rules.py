@@ -27,14 +27,15 @@ def check(context: Context) -> str:
     run, verdicts = context.run, context.plan.verdicts
     pages = [p for p in context.provided.present if verdicts[p.name].state != "upstreamed"]
     errors = page_rules.broken(pages, run)
-    left = [e.what for e in errors if context.adds_arguments and e.name in _OF_SCRIPTS]
-    refuse(error for error in errors if error.what not in left)
+    left = [e for e in errors if context.adds_arguments and e.name in _OF_SCRIPTS]
+    refuse(error for error in errors if error not in left)
     count = len(RULES) + sum(len(page.patch.rules) for page in pages)
     detail = f"{count} rules hold"
     if uses_dsa(run):
         detail += f"; DSA by {_dsa(run)}"
     notes = [_MOCK] if run.mock_data else []
-    notes += [f"unless the script sets or reads more: {' '.join(left)}"] if left else []
+    if left:
+        notes.append(f"unless the script sets or reads more: {' '.join(e.what for e in left)}")
     return Remark("; ".join([*notes, detail])) if notes else detail
 
 
