@@ -148,7 +148,7 @@ def attempt(name: str) -> None:
     """
     import torch
 
-    from cppmega.rank import reached_marks
+    from cppmega.guard import reached_marks
 
     try:
         found = {"roll": roll, "loss": loss}[name]()

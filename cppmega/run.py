@@ -102,9 +102,9 @@ def run(
 def _execute(command: RunCommand) -> int:
     """Run the script and judge its end. Returns the exit status."""
     from cppmega import calls, guard
-    from cppmega.ending import judge as run_end
+    from cppmega.guard import allowed
+    from cppmega.guard import end as run_end
     from cppmega.host import allocator
-    from cppmega.live import vouched
     from cppmega.tree import accepted
 
     if not (command.is_module or sys.flags.safe_path):
@@ -113,7 +113,7 @@ def _execute(command: RunCommand) -> int:
     sys.argv = [command.script, *command.arguments]
     allocator.set_in(os.environ)  # before anything imports torch
     run_end.watch(command.arguments, no_steps=command.no_steps)
-    vouched.allow(command.wrappers)
+    allowed.allow(command.wrappers)
     accepted.accept(accepted.parse(command.edits))
     calls.allow(command.fallbacks)
     guard.start(command.root, trains=not command.no_steps)
@@ -147,9 +147,9 @@ def _ending_options(words: Sequence[str]) -> list[str]:
 
 def main() -> NoReturn:
     """Run the command; errors name the host and the rank."""
-    from cppmega.ending import judge as run_end
-    from cppmega.ending import record as end_record
-    from cppmega.rank import error_file
+    from cppmega.guard import end as run_end
+    from cppmega.guard import end_record as end_record
+    from cppmega.guard import error_file
 
     if end_record.node_of_this_rank() is not None:
         from cppmega.host.process import end_with_parent

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from cppmega import calls, guard
-from cppmega.rank import error_file
+from cppmega.guard import error_file
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.run_options import RunOptions
 from cppmega.training import options as trainer_options

@@ -35,6 +35,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from cppmega.guard import swaps
+from cppmega.guard.imported import only_from
 from cppmega.host import process
 from cppmega.overlay.plan import Plan
 from cppmega.page import Page
@@ -43,8 +45,6 @@ from cppmega.proof.messages import PageOrder
 from cppmega.proof.needs import missing_needs
 from cppmega.proof.proof_process import stated_environment
 from cppmega.proof.scratch_tree import build
-from cppmega.rank import swaps
-from cppmega.rank.imported import only_from
 from cppmega.rewriting.rewrite import Step, rewrite
 from tests.support import NEWEST, REPOSITORY, VERSIONS, laws
 from tests.support.mutations import Definition, Mutant, Source, matched

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import REPOSITORY
+from cppmega.guard import imported
 from cppmega.overlay import verbs
 from cppmega.page import PURPOSES
-from cppmega.rank import imported
 from cppmega.tree import links
 
 BESIDE = "transformer_engine"

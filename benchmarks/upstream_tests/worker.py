@@ -31,11 +31,11 @@ from typing import Any
 import pytest
 
 from cppmega import calls
+from cppmega.guard import swaps
+from cppmega.guard.imported import only_from
 from cppmega.host import process
 from cppmega.overlay import receipt
 from cppmega.overlay.verbs import Session
-from cppmega.rank import swaps
-from cppmega.rank.imported import only_from
 
 DOWNLOADS = "tests.test_utils.python_scripts.download_unit_tests_dataset"
 IMPORTED_BY_ALL = (

@@ -25,8 +25,8 @@ from typing import Any, NoReturn
 
 from msgspec import UNSET, structs
 
-from cppmega.ending import record as end_record
 from cppmega.errors import CppmegaError
+from cppmega.guard import end_record as end_record
 from cppmega.host import durable, env, process
 from cppmega.host.console import hold_standard_streams
 from cppmega.host.terminal import Terminal

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from cppmega.live import live_code
+from cppmega.guard import live_code
 
 
 def shim() -> None:

@@ -21,12 +21,12 @@ from pathlib import Path
 import msgspec
 
 from cppmega.catalogue.loader import load_page
+from cppmega.guard import swaps
+from cppmega.guard.imported import only_from
 from cppmega.host import process
 from cppmega.page import Edit, Page
 from cppmega.proof import frames, hash_seeds, mutant
 from cppmega.proof.messages import Answer, Order, PageOrder, ProofRun, Ready
-from cppmega.rank import swaps
-from cppmega.rank.imported import only_from
 
 
 def main() -> None:

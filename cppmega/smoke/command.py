@@ -41,9 +41,9 @@ def train(out: Path, data: Path, steps: int | None, seed: int | None, stock: boo
     if not stock:
         run(changed, out, data, steps)
         return
+    from cppmega.guard import imported
     from cppmega.overlay.verbs import Session
     from cppmega.proof import scratch_tree
-    from cppmega.rank import imported
 
     with tempfile.TemporaryDirectory(prefix="cppmega-stock-") as folder:
         session = Session()

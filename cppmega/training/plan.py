@@ -9,9 +9,9 @@ from pathlib import Path
 from cppmega import calls, guard
 from cppmega.catalogue import gates
 from cppmega.errors import CppmegaError
+from cppmega.guard import imported
 from cppmega.overlay.verbs import Session
 from cppmega.overlay.wanted import wanted_patches
-from cppmega.rank import imported
 from cppmega.recipe import Recipe
 from cppmega.recipe.render import Rendered, render
 from cppmega.recipe.run_options import RunOptions

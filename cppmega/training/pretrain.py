@@ -17,8 +17,8 @@ from cppmega import calls, guard
 from cppmega.catalogue import megatron_args
 from cppmega.errors import CppmegaError
 from cppmega.features.dsa import loss_schedule as dsa_loss_schedule
+from cppmega.guard import live_code
 from cppmega.host.wording import counted
-from cppmega.live import live_code
 from cppmega.overlay import receipt
 from cppmega.overlay import record as overlay_record
 from cppmega.recipe.arithmetic import flops, megatron_flops, parameters

@@ -17,8 +17,8 @@ from typing import IO, Any
 
 from cppmega.checkpoints import removal, tracker
 from cppmega.errors import CppmegaError
+from cppmega.guard import live_code
 from cppmega.host import durable
-from cppmega.live import live_code
 
 
 class Saves:

@@ -23,10 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cppmega.guard import swaps
 from cppmega.host import process
 from cppmega.overlay import receipt
 from cppmega.overlay.verbs import Session
-from cppmega.rank import swaps
 from cppmega.smoke.checkpoint import keep_saves_here
 from tests.configurations.settings import Configuration
 

@@ -30,7 +30,7 @@ RANK = """
 import json, os, signal, sys, time
 from pathlib import Path
 from cppmega.host import process
-from cppmega.rank import error_file
+from cppmega.guard import error_file
 process.end_with_parent()
 run, rank = Path(os.environ["CPPMEGA_RUN"]), os.environ["RANK"]
 asked = []

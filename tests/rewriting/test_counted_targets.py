@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from cppmega.errors import CppmegaError
-from cppmega.live import copied_names, live_code
-from cppmega.rank import imported
+from cppmega.guard import copied_names, imported, live_code
 from tests.support.lab import TARGET, A, Lab
 
 _EITHER = b"""\

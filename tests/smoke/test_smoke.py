@@ -34,7 +34,7 @@ def train(root: Path, out: Path, data: Path, steps: int = STEPS, guarded: bool =
     executable = forkserver.executable()
     command = [executable, "-m", "cppmega.run", "--megatron", str(root), script, *arguments]
     if not guarded:
-        only = "from pathlib import Path; from cppmega.rank import imported\n"
+        only = "from pathlib import Path; from cppmega.guard import imported\n"
         only += "from cppmega.smoke import command\n"
         only += f"imported.only_from(Path({str(root)!r})); command.cli({arguments!r})"
         command = [executable, "-c", only]

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cppmega.errors import CppmegaError
+from cppmega.guard import provenance
 from cppmega.overlay import foreign_diff
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import Remark, refuse
-from cppmega.rank import provenance
 from cppmega.tree.installed import sha256
 
 AFTER: tuple[str, ...] = ("one_root", "receipt_whole")

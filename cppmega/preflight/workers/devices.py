@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
+from cppmega.guard.imported import only_from
 from cppmega.preflight.ask import serve
 from cppmega.preflight.messages import Device, DevicesAnswer, DevicesOrder
-from cppmega.rank.imported import only_from
 
 
 def inspect(order: DevicesOrder) -> DevicesAnswer:

@@ -45,7 +45,7 @@ def inspect(order: RankOrder) -> RankAnswer:
 def _imported(order: RankOrder) -> tuple[list[CppmegaError], str]:
     """Everything that differs in this process from what was applied, and a summary."""
     from cppmega import guard
-    from cppmega.rank import imported, installed, provenance
+    from cppmega.guard import imported, installed, provenance
 
     held = guard.start(Path(order.root) if order.root else None)
     root = held.session.read_tree().root
@@ -80,7 +80,7 @@ def _imported(order: RankOrder) -> tuple[list[CppmegaError], str]:
 
 def _modules(root: Path, receipt: Receipt) -> list[str]:
     """The modules that a rank imports: Megatron's training loop, and every patched module."""
-    from cppmega.rank import swaps
+    from cppmega.guard import swaps
 
     targets = [
         swaps.module_name(target.partition(":")[0])

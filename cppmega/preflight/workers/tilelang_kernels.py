@@ -19,10 +19,10 @@ from types import FrameType, ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
+from cppmega.guard.imported import only_from
 from cppmega.preflight.ask import serve
 from cppmega.preflight.messages import TilelangAnswer, TilelangKernel, TilelangOrder
 from cppmega.proof import stand_ins
-from cppmega.rank.imported import only_from
 
 _FLAG = "tl.enable_aggressive_shared_memory_merge"
 _BUILDERS = ("jit", "lazy_jit", "compile")

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 
 from cppmega.calls import allowing
-from cppmega.rank import reached_marks
+from cppmega.guard import reached_marks
 
 tilelang = mock.MagicMock(jit=lambda function=None, **_: function or tilelang.jit, __path__=[])
 tilelang.language.prim_func = lambda function: function

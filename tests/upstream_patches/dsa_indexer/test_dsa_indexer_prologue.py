@@ -197,7 +197,7 @@ from megatron.core.transformer.experimental_attention_variant import dsa
 
 from cppmega.runtime import dsa_indexer_prologue
 from cppmega.proof import small_models
-from cppmega.rank import reached_marks
+from cppmega.guard import reached_marks
 
 dsa.hadamard_transform = None  # as where the package cannot be imported
 hidden, latent = (torch.randn(24, 2, n).bfloat16() for n in (64, 32))

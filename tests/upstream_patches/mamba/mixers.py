@@ -23,7 +23,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from torch.nn import functional
 
-from cppmega.rank import installed
+from cppmega.guard import installed
 from cppmega.smoke.checkpoint import keep_saves_here
 from tests.upstream_patches.one_process import Stock
 from tests.upstream_patches.optimizer.distributed_optimizer import Adam

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from cppmega.catalogue import loader as catalogue
 from cppmega.proof import cpu_shims
-from cppmega.rank import swaps
+from cppmega.guard import swaps
 
 page = catalogue.load()["float16_keep_fp32"]
 swaps.arm(page, [edit for edit in page.patch.edits if VERSION in edit.pins])

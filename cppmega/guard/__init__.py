@@ -1,0 +1,37 @@
+"""What is checked in every process of a run: the code that runs is the code that was applied.
+
+`python -m cppmega.run SCRIPT` starts the guard. Megatron's `train_step` is watched without the
+script's help; a loop of one's own marks its steps:
+
+    from cppmega import guard
+    for batch in guard.steps(loader, args):
+        ...
+"""
+
+from cppmega.guard.session import (
+    active,
+    after_first_log,
+    after_first_save,
+    after_first_step,
+    before_first_step,
+    finish,
+    no_step_because,
+    recheck,
+    refuse,
+    start,
+    steps,
+)
+
+__all__ = [
+    "active",
+    "after_first_log",
+    "after_first_save",
+    "after_first_step",
+    "before_first_step",
+    "finish",
+    "no_step_because",
+    "recheck",
+    "refuse",
+    "start",
+    "steps",
+]

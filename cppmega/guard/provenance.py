@@ -1,0 +1,411 @@
+"""The origin of the code that this process has imported: every file of Megatron is judged.
+
+A file is vouched for by the RECORD of the distribution that installed it, by the commit of a
+checkout, by the receipt if it is patched, or by an edit that was accepted by name and hash. Only
+imported files are read.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader, SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from cppmega.errors import CppmegaError
+from cppmega.guard import imported, witness
+from cppmega.guard.checked_module import CheckedLoader
+from cppmega.overlay.receipt import Receipt
+from cppmega.tree import accepted
+from cppmega.tree.installed import Tree, part_of, sha256
+
+_LOADERS = (SourceFileLoader, witness.Witnessed, CheckedLoader, ExtensionFileLoader)
+_PATCHED = "patched"
+_BUILT = "built here"
+_ACCEPTED = "accepted"
+
+
+@dataclass
+class Judged:
+    """The imported files, their origins, and the problems with them."""
+
+    files: dict[str, str] = field(default_factory=dict)
+    """Path -> SHA-256 of every imported file."""
+    owners: dict[str, str] = field(default_factory=dict)
+    """Path -> what vouches for it; a path without an owner is unverified."""
+    edits: dict[str, str] = field(default_factory=dict)
+    """The accepted edits that were imported: path -> SHA-256."""
+    problems: list[CppmegaError] = field(default_factory=list)
+    replaced: list[CppmegaError] = field(default_factory=list)
+    """Those problems of files that were vouched for when they were imported: disk, not memory."""
+    held: dict[str, object] = field(default_factory=dict)
+    """File without a problem -> the spec with which it was imported."""
+
+    @property
+    def unverified(self) -> list[str]:
+        """Files that no RECORD and no commit vouches for."""
+        return sorted(self.files.keys() - self.owners.keys())
+
+    @property
+    def digest(self) -> str:
+        """One hash over all files, by which ranks are compared."""
+        return sha256("\n".join(f"{p} {self.files[p]}" for p in sorted(self.files)).encode())[:16]
+
+    def summary(self) -> str:
+        """One line for a log."""
+        counts: dict[str, int] = {}
+        for owner in self.owners.values():
+            counts[owner] = counts.get(owner, 0) + 1
+        text = ", ".join(f"{n} of {owner}" for owner, n in sorted(counts.items())) or "no file"
+        if self.edits:
+            text += f"; accepted edits: {_few(sorted(self.edits))}"
+        if self.unverified:
+            text += f"; {len(self.unverified)} unverified, of no RECORD and no commit: "
+            text += _few(self.unverified)
+        return text
+
+
+_LAST = Judged()
+_HELD: dict[str, object] = {}
+"""Files that some check has vouched for, with the spec of that import: a later one is new code."""
+
+
+def check(
+    root: Path,
+    receipt: Receipt,
+    where: str = "",
+    gather: Callable[[Any], list[Any]] = lambda mine: [mine],
+    *,
+    replaced: list[CppmegaError] | None = None,
+) -> Judged:
+    """Judge what this process has imported so far, and compare it with the other ranks.
+
+    Args:
+        root: the tree.
+        receipt: what was applied to it.
+        where: how messages name this process.
+        gather: collects an object from every rank; all ranks must call together.
+        replaced: receives the error, on every rank, that files were replaced after some rank had
+            imported them; None: it is raised.
+
+    Raises:
+        CppmegaError: on every rank, the first problem of one of them; `imported-differs`.
+    """
+    global _LAST
+    try:
+        _LAST = judge(root, receipt, accepted.in_this_process())
+    except (CppmegaError, OSError) as error:  # of a tree that is being replaced
+        if replaced is None:
+            raise
+        unread = _changed(str(root), f"It cannot be read: {error}.")
+        _LAST = Judged(problems=[unread], replaced=[unread])
+    late = _LAST.replaced if replaced is not None else []
+    now = [problem for problem in _LAST.problems if problem not in late]
+    everyone = gather((where, _LAST.digest, _first(now), len(now)))
+    _refuse(everyone)
+    if replaced is not None:
+        try:
+            _refuse(gather((where, "", _first(late), len(late))))
+        except CppmegaError as error:
+            replaced.append(error)
+            return _LAST
+    if len({digest for _, digest, _, _ in everyone}) > 1:  # pipeline stages import different files
+        _refuse_differing(gather((where, _LAST.files)))
+    _HELD.update(_LAST.held)
+    return _LAST
+
+
+def _first(problems: list[CppmegaError]) -> tuple[str, str, str, str] | None:
+    return next(((one.name, one.what, one.why, one.next) for one in problems), None)
+
+
+def summary() -> str:
+    """The result of the last `check`, for a log."""
+    return _LAST.summary()
+
+
+def judge(root: Path, receipt: Receipt, edits: accepted.Edits) -> Judged:
+    """Judge every imported module of the packages that the receipt names."""
+    judging = _Judge(root, receipt, edits)
+    for name, module in list(sys.modules.items()):
+        judging.take(name, module)
+    witness.remember()
+    return judging.judged
+
+
+class _Judge:
+    def __init__(self, root: Path, receipt: Receipt, edits: accepted.Edits) -> None:
+        self.judged = Judged()
+        self._receipt, self._accepted = receipt, edits
+        targets = (target for page in receipt.pages.values() for target in page.targets)
+        self._packages = {"megatron", *(target.partition("/")[0] for target in targets)}
+        self._root = root.resolve()
+        self._tops = tuple(f"{top}/" for top in dict.fromkeys((root.absolute(), self._root)))
+        self._trees = {self._root: Tree(root)}
+        self._sites: dict[str, Path] = {}
+
+    def take(self, name: str, module: object) -> None:
+        """Judge one module, if it is of these packages by its name or by its file."""
+        if not isinstance(module, ModuleType):
+            if module is not None and name.partition(".")[0] in self._packages:
+                self.judged.problems.append(_in_memory(name))
+            return
+        spec = vars(module).get("__spec__")  # an attribute of a lazy module may trigger imports
+        file = spec.origin if spec is not None and spec.has_location else None
+        file = file or vars(module).get("__file__")
+        if spec is None and file is not None and _is_of_extension(name, module, file):
+            return
+        if name.partition(".")[0] in self._packages:
+            if spec is None or spec.name == name or sys.modules.get(spec.name) is not module:
+                self.judged.problems += self._named(name, module, file)  # else: an alias
+        elif isinstance(file, str) and file.startswith(self._tops):  # by its path, or as a script
+            top = next(top for top in self._tops if file.startswith(top))
+            if file.removeprefix(top).partition("/")[0] in self._packages:
+                path = file.removeprefix(top)
+                self.judged.problems += self._file(module, self._root, path, file)
+
+    def _named(self, name: str, module: ModuleType, file: str | None) -> Iterator[CppmegaError]:
+        base = name.replace(".", "/")
+        if file is None:
+            yield from self._without_a_file(name, module, base)
+            return
+        path = next((p for p in _paths(base) if file.endswith(f"/{p}")), None)
+        if path is None:
+            yield _other_file(name, file, f"{self._root / base}.py")
+            return
+        site = self._site(file.removesuffix(f"/{path}"))
+        if site != self._root and _exists(self._root, part_of(path)):
+            yield imported.shadowed(name, file, self._root)
+            return
+        hidden = site / f"{base}.py"
+        if path != f"{base}.py" and hidden.exists():
+            yield _other_file(name, file, str(hidden))
+            return
+        yield from self._file(module, site, path, file)
+
+    def _site(self, folder: str) -> Path:
+        if folder not in self._sites:
+            self._sites[folder] = Path(folder).resolve()
+        return self._sites[folder]
+
+    def _without_a_file(self, name: str, module: ModuleType, base: str) -> Iterator[CppmegaError]:
+        """Judge a namespace by its folders; other modules without a file were created in memory."""
+        places = getattr(module, "__path__", None)
+        if places is None:
+            yield _in_memory(name)
+            return
+        for place in places:
+            if not str(place).endswith(f"/{base}"):
+                yield _other_file(name, str(place), str(self._root / base))
+
+    def _file(self, module: ModuleType, site: Path, path: str, file: str) -> list[CppmegaError]:
+        """Judge the file that a module came from, as it was when it was imported, or is now."""
+        found = [*self._problems(module, site, path, file)]
+        spec = getattr(module, "__spec__", None)
+        if not found:
+            self.judged.held[file] = spec
+        elif spec is not None and _HELD.get(file) is spec:
+            self.judged.replaced += found
+        return found
+
+    def _problems(
+        self, module: ModuleType, site: Path, path: str, file: str
+    ) -> Iterator[CppmegaError]:
+        """What is wrong with the file that a module came from.
+
+        Args:
+            module: the module.
+            site: the folder that holds the package.
+            path: the path of the file in that folder.
+            file: the path of the file as Python has it.
+        """
+        spec = getattr(module, "__spec__", None)
+        loader = getattr(spec, "loader", None) or getattr(module, "__loader__", None)
+        if type(loader) not in _LOADERS and module.__name__ != "__main__":
+            yield _foreign_loader(module.__name__, loader)
+            return
+        tree = self._trees.setdefault(site, Tree(site))
+        data = tree.read(path)
+        loaded = getattr(loader, "loaded", None)
+        if loaded == "":
+            yield _in_memory(module.__name__)
+            return
+        if data is None or (loaded and sha256(data) != loaded):
+            yield _changed(file, "It has changed since this process imported it.")
+            return
+        foreign = getattr(loader, "foreign", "")
+        if type(loader) is SourceFileLoader:
+            foreign = witness.foreign_bytecode(Path(file), data)
+        if foreign:
+            yield _foreign_bytecode(foreign, file)
+        self.judged.files[path] = sha256(data)
+        yield from self._origin(tree, path, data)
+
+    def _origin(self, tree: Tree, path: str, data: bytes) -> Iterator[CppmegaError]:
+        now, mine = sha256(data), self._receipt.files.get(path)
+        if mine is not None and tree.root.resolve() == self._root:
+            if mine.after != now:
+                pages = ", ".join(step.partition("@")[0] for step in mine.steps)
+                yield _changed(str(tree.root / path), f"It carries {pages}.")
+            self.judged.owners[path] = _PATCHED
+        elif tree.vouched(path):
+            listed = tree.listed(path)
+            commit = tree.checkout.commit[:12] if tree.checkout is not None else "?"
+            self.judged.owners[path] = listed[0] if listed is not None else f"commit {commit}"
+        elif path in self._accepted:
+            yield from refused_edit(path, now, self._accepted[path])
+            self.judged.edits[path], self.judged.owners[path] = now, _ACCEPTED
+        elif path.endswith(tuple(EXTENSION_SUFFIXES)) and _is_built(tree, path):
+            self.judged.owners[path] = _BUILT
+        elif tree.pristine(path)[0] != "unverified":
+            yield foreign_edit(tree, path, now)
+        elif tree.has_origin(path):
+            yield foreign_file(tree, path, now)
+
+
+def refused_edit(path: str, now: str, wanted: str) -> Iterator[CppmegaError]:
+    """The error for an accepted edit whose file has changed since; none if it has not."""
+    if now != wanted:
+        yield CppmegaError(
+            "accepted-edit-differs",
+            f"{path} was accepted with SHA-256 {wanted}, and has {now}.",
+            "It was edited again after it had been inspected and accepted.",
+            f"inspect it, then pass --accept {path}={now}",
+        )
+
+
+def foreign_edit(tree: Tree, path: str, now: str, edit: str = "") -> CppmegaError:
+    """The error for a file whose text differs from upstream's."""
+    return CppmegaError(
+        "foreign-edit",
+        f"{path} differs from upstream's" + (f"; {edit}" if edit else "."),
+        "The run would train an edit that no receipt, log or checkpoint names.",
+        f"{tree.restore(path)}; or make the edit a page: cppmega new NAME; or accept "
+        f"it: --accept {path}={now}",
+    )
+
+
+def foreign_file(tree: Tree, path: str, now: str) -> CppmegaError:
+    """The error for a file that upstream does not have."""
+    return CppmegaError(
+        "foreign-file",
+        f"{tree.root / path} is not upstream's: no RECORD and no commit names it.",
+        "The run would train added code that no receipt, log or checkpoint names.",
+        f"move it away; or accept it: --accept {path}={now}",
+    )
+
+
+def _refuse(everyone: Iterable[tuple[str, str, tuple[str, str, str, str] | None, int]]) -> None:
+    broken = [(where, problem, count) for where, _, problem, count in everyone if problem]
+    for _, (name, _, why, command), _ in broken[:1]:
+        messages = [
+            f"{where}: {problem[1]}" + (f" ({count - 1} more)" if count > 1 else "")
+            for where, problem, count in broken
+        ]
+        raise CppmegaError(name, " ".join(dict.fromkeys(messages[:8])), why, command)
+
+
+def _refuse_differing(everyone: Iterable[tuple[str, dict[str, str]]]) -> None:
+    """Compare the files that more than one rank has imported."""
+    first: dict[str, tuple[str, str]] = {}
+    for where, files in everyone:
+        for path, digest in files.items():
+            place, known = first.setdefault(path, (where, digest))
+            if known != digest:
+                raise CppmegaError(
+                    "imported-differs",
+                    f"{path} is {known[:12]} on {place} and {digest[:12]} on {where}.",
+                    "The ranks would train different code.",
+                    "install the same files on every host; copy an extension built on one, "
+                    "or build it on each with the same compiler",
+                )
+
+
+def _is_of_extension(name: str, module: ModuleType, file: str) -> bool:
+    """Whether the code of an extension created this module inside its own, which is judged.
+
+    pybind11 gives such a submodule the file of the extension, and neither a spec nor a loader.
+    """
+    outer, _, attribute = name.rpartition(".")
+    extension = sys.modules.get(outer)
+    spec = getattr(extension, "__spec__", None)
+    return (
+        type(getattr(spec, "loader", None)) is ExtensionFileLoader
+        and getattr(spec, "origin", None) == file
+        and vars(extension).get(attribute) is module
+    )
+
+
+def _paths(base: str) -> Iterator[str]:
+    """The places where the import system looks for a module, relative to its site."""
+    yield f"{base}.py"
+    yield f"{base}/__init__.py"
+    for suffix in EXTENSION_SUFFIXES:
+        yield f"{base}{suffix}"
+        yield f"{base}/__init__{suffix}"
+
+
+def _exists(root: Path, part: str) -> bool:
+    return (root / part).is_dir() or (root / f"{part}.py").is_file()
+
+
+def _is_built(tree: Tree, path: str) -> bool:
+    """Whether Megatron compiles an extension where it is installed; all ranks' must be the same.
+
+    A wheel may also contain one, which a user's make then replaces.
+    """
+    return (tree.root / path).with_name("Makefile").is_file()
+
+
+def _other_file(name: str, file: str, wanted: str) -> CppmegaError:
+    return CppmegaError(
+        "other-file",
+        f"{name} was imported from {file}, not from {wanted}.",
+        "The file that was checked exists, but its code is not what trains.",
+        f"move {file} away",
+    )
+
+
+def _in_memory(name: str) -> CppmegaError:
+    return CppmegaError(
+        "foreign-module",
+        f"{name} was created in memory and put into sys.modules.",
+        "No file holds the code that would train, so that no hash identifies it.",
+        "find the code that assigns sys.modules[...], and import the module instead",
+    )
+
+
+def _foreign_loader(name: str, loader: object) -> CppmegaError:
+    kind = type(loader)
+    return CppmegaError(
+        "foreign-loader",
+        f"{name} was loaded by {kind.__module__}.{kind.__qualname__}, not from its source by "
+        "Python's own loader.",
+        "An import hook, an archive or bytecode without a source may run different code.",
+        "install the source files, and remove the hook from sys.meta_path and sys.path_hooks",
+    )
+
+
+def _foreign_bytecode(cached: str, file: str) -> CppmegaError:
+    return CppmegaError(
+        "stale-bytecode",
+        f"{cached} holds different code from {file}, and Python would use it.",
+        "A process without this check would run it; the source would not be what trains.",
+        f"rm {cached}",
+    )
+
+
+def _changed(file: str, what: str) -> CppmegaError:
+    return CppmegaError(
+        "file-changed",
+        f"{file} is not what was checked. {what}",
+        "The code that trains is not the code on disk.",
+        "cppmega status",
+    )
+
+
+def _few(paths: list[str]) -> str:
+    return ", ".join(paths[:3]) + (", ..." if len(paths) > 3 else "")

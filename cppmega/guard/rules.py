@@ -1,0 +1,40 @@
+"""The rules of a run, asked in a rank about the arguments that its script has parsed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from cppmega.catalogue import page_rules
+from cppmega.errors import CppmegaError
+from cppmega.guard.held import Guard
+from cppmega.rules.rule import Run
+
+
+def broken(guard: Guard) -> CppmegaError | None:
+    """The first rule that this run breaks; None if none is, or no arguments are known."""
+    args = arguments_of(guard)
+    if args is None:
+        return None
+    if isinstance(args, Mapping):
+        args = SimpleNamespace(**args)
+    pages = (guard.session.pages[name] for name in guard.receipt.pages)
+    found = page_rules.broken(pages, Run(args, os.environ))
+    return found[0] if found else None
+
+
+def arguments_of(guard: Guard) -> Any:
+    """The arguments that a custom loop has passed, else those that Megatron has parsed."""
+    return guard.arguments or megatrons_arguments()
+
+
+def megatrons_arguments() -> Any:
+    """The arguments that Megatron has parsed in this process; None if it has parsed none."""
+    variables: Any = sys.modules.get("megatron.training.global_vars")
+    with contextlib.suppress(Exception):  # it asserts that there are some
+        return variables.get_args() if variables is not None else None
+    return None

@@ -1,0 +1,441 @@
+"""The guard of a training process: on every rank, the code that runs is the code that was applied.
+
+`python -m cppmega.run SCRIPT` starts the guard. Megatron's `train_step` is watched without the
+script's help; a custom loop marks its steps:
+
+    from cppmega import guard
+    for batch in guard.steps(loader, args):
+        ...
+
+The process is compared with the receipt before the first step, after it, at every checkpoint and at
+the end of the run.
+
+The guard does not detect:
+
+- Changes outside the patched files. A patched function calls torch, and Megatron files that no page
+  touches; replacing one of those at run time changes the result, and only the file on disk is
+  checked.
+- Changes to single objects. With `model.forward = f`, a forward hook or a subclass that overrides a
+  method, an object bypasses the patched class. If a page is bypassed altogether, it is not reached,
+  which is an error; if it is bypassed in some layers only, that goes unnoticed.
+- State. Lists, dictionaries, tensors, and variables and class attributes that the file itself
+  assigns may hold anything, including functions.
+- Code that torch compiles. A wrapper of torch.compile counts as the function inside it; a backend
+  may generate anything.
+- Replacements that are undone between two checks.
+- Copies that are not in any module: a function executed from a patched file's text by `exec`, or an
+  alias kept in an object. Modules in `sys.modules` are compared, whatever their names.
+- Deliberate tampering with the process, by ctypes, by a forged code object of torch's, or by
+  assigning to this module. The guard finds mistakes and side effects, not an attacker inside.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from cppmega import calls
+from cppmega.catalogue import gates
+from cppmega.errors import CppmegaError
+from cppmega.guard import (
+    children,
+    imported,
+    interpreter,
+    ledger,
+    provenance,
+    ranks,
+    reached,
+    reached_marks,
+    rules,
+    swaps,
+    training_watch,
+    witness,
+)
+from cppmega.guard.held import Guard
+from cppmega.guard.ranks import gather, rank, where
+from cppmega.host import env
+from cppmega.overlay import receipt
+from cppmega.overlay import verbs as overlay
+from cppmega.overlay.compute import overlay_digest
+from cppmega.overlay.plan import Plan
+from cppmega.overlay.receipt import Receipt
+from cppmega.overlay.verbs import Session
+
+T = TypeVar("T")
+
+_APPLY = "python -m cppmega.apply_patches"
+
+
+_GUARD: Guard | None = None
+
+
+def active() -> Guard | None:
+    """The guard of this process; None if the script runs without `cppmega.run`."""
+    return _GUARD
+
+
+def start(root: Path | None = None, *, inherited: bool = False, trains: bool = True) -> Guard:
+    """Check the tree, arm the runtime patches, watch for Megatron's first step.
+
+    Args:
+        root: the tree that `megatron` must come from; None: the one Python would import.
+        inherited: whether this process was started by a guarded one, which has already compared
+            the gates with the receipt.
+        trains: whether the script is to train, so that calls must not be declined.
+
+    Raises:
+        CppmegaError: `unknown-page`, `no-receipt`, `overlay-not-whole`, `gate-differs`, `too-late`,
+            `optimized-python`, `isolated-python`, and the errors of reading the tree.
+    """
+    global _GUARD
+    if not inherited:
+        interpreter.check()
+        ledger.join_or_forget(os.environ, env.OVERLAY.name, env.ROOT.name, env.PYTHON.name)
+    witness.install()
+    if root is not None:
+        imported.only_from(root)
+    session = Session(root)
+    calls.check_allowed(session.pages)
+    loaded = receipt.load(session.read_tree())
+    gates.check(session.pages.values())
+    _refuse_no_receipt(loaded, session.root)
+    if not inherited:
+        gates.check_applied(session.pages.values(), loaded.receipt.gates, os.environ, where())
+    plan = session.plan(None, {**os.environ, **loaded.receipt.gates})
+    _refuse_incomplete(plan, loaded.receipt)
+    if _GUARD is None:
+        os.register_at_fork(after_in_child=_reset_in_fork)
+    _GUARD = Guard(session, loaded.receipt, plan.edits)
+    imported.watch(session.read_tree().root, loaded.receipt, plan.edits)
+    for name in loaded.receipt.pages:
+        swaps.arm(session.pages[name], plan.edits[name])
+    calls.judged_by(_must_be_served if trains else None)
+    _watch_megatron()
+    ranks.watch()
+    _pass_to_children(_GUARD)
+    children.watch(where(), first=not inherited)
+    return _GUARD
+
+
+def _refuse_no_receipt(loaded: receipt.Loaded, root: Path | None) -> None:
+    if not loaded.exists or loaded.problem:
+        raise CppmegaError(
+            "no-receipt",
+            f"{where()}: {loaded.problem or 'no patches were applied'} in {root}.",
+            "Nothing proves that the patches are in the code that trains.",
+            _APPLY,
+        )
+
+
+def _refuse_incomplete(plan: Plan, applied: Receipt) -> None:
+    wrong = [v for v in plan.verdicts.values() if v.state in overlay.BLOCKING]
+    if not wrong and overlay_digest(applied) == applied.digest:
+        return
+    named = "; ".join(f"{v.name} is {v.state} ({v.target}) {v.detail}" for v in wrong)
+    command = wrong[0].next if wrong else ""
+    raise CppmegaError(
+        "overlay-not-whole",
+        f"{where()}: {named or 'the receipt was changed by hand'}.",
+        "This rank would train different code from what the receipt records.",
+        command or _APPLY,
+    )
+
+
+def _reset_in_fork() -> None:
+    """Forget the parent's steps in a fork: if it trains, it is checked like any other process."""
+    if _GUARD is not None:
+        _GUARD.began = _GUARD.stepped = False
+
+
+def _remembering_refusal(check: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a check so that its first refusal lasts to the end of the run, even if it is caught."""
+
+    @functools.wraps(check)
+    def checked(*args: Any, **kwargs: Any) -> None:
+        try:
+            check(*args, **kwargs)
+        except CppmegaError as error:
+            refuse(error)
+            raise
+
+    return checked
+
+
+def refuse(error: CppmegaError) -> None:
+    """Remember a refusal: this process must not end successfully."""
+    if _GUARD is not None and _GUARD.refused is None:
+        _GUARD.refused = error
+        ledger.write("refused", where=where(), error=error.as_json())
+
+
+def _must_be_served(error: calls.CallDeclinedError) -> bool:
+    """Whether a declined call ends the run: its arguments or its recipe have promised the page."""
+    if _GUARD is None or not reached.is_promised(_GUARD, error.page):
+        return False
+    refuse(error)
+    return True
+
+
+def steps(batches: Iterable[T], args: Any = None) -> Iterator[T]:
+    """Iterate over the batches of a custom loop, with the checks before and after its first step.
+
+    Args:
+        batches: the batches of the loop.
+        args: the run's arguments, for pages that are reached only with some of them.
+    """
+    if _GUARD is None:
+        print("cppmega: not guarded; start with `python -m cppmega.run`", file=sys.stderr)
+        yield from batches
+        return
+    _GUARD.arguments = args
+    before_first_step()
+    for batch in batches:
+        yield batch
+        after_first_step(args)
+
+
+@_remembering_refusal
+def before_first_step() -> None:
+    """Compare this process with the receipt, and all ranks with each other; later calls do nothing.
+
+    Raises:
+        CppmegaError: on every rank, if one of them fails a check, or the run breaks a rule.
+    """
+    if _GUARD is None or _GUARD.began:
+        return
+    everyone = gather((where(), _GUARD.receipt.digest, _problem()))
+    _refuse_broken([(place, problem) for place, _, problem in everyone])
+    digests = {digest for _, digest, _ in everyone}
+    if len(digests) > 1:
+        held = ", ".join(f"{place} has {digest}" for place, digest, _ in everyone)
+        raise CppmegaError(
+            "overlay-differs",
+            f"The ranks hold {len(digests)} overlays: {held}.",
+            "They would train different code.",
+            "run `python -m cppmega.apply_patches` with one version of cppmega on every host",
+        )
+    provenance.check(_GUARD.session.read_tree().root, _GUARD.receipt, where(), gather)
+    _refuse_broken_rule(gather((where(), rules.broken(_GUARD))))
+    _GUARD.began = True
+
+
+def _refuse_broken_rule(everyone: list[tuple[str, CppmegaError | None]]) -> None:
+    """Raise the first error on every rank: one that stops alone leaves the others waiting."""
+    for place, error in everyone:
+        if error is not None:
+            raise CppmegaError(error.name, f"{place}: {error.what}", error.why, error.next)
+
+
+def recheck(when: str, *, together: bool = False) -> None:
+    """Compare this process with the receipt once more.
+
+    Args:
+        when: for the message, as in "at the end of the run".
+        together: every rank takes part, and all of them stop if one fails; only where every rank
+            is certain to call it.
+
+    Raises:
+        CppmegaError: `rank-not-whole`.
+    """
+    if _GUARD is None:
+        return
+    mine = (f"{where()}, {when}", _problem())
+    _refuse_broken(gather(mine) if together else [mine])
+    tree, place = _GUARD.session.read_tree(), mine[0]
+    if together:
+        provenance.check(tree.root, _GUARD.receipt, place, gather)
+    else:
+        provenance.check(tree.root, _GUARD.receipt, place)
+
+
+def _problem(*, files: bool = True, memory: bool = True) -> tuple[str, str] | None:
+    """The first failed check of this process and the next command; None if all hold.
+
+    Args:
+        files: compare the files on disk.
+        memory: compare this process.
+    """
+    assert _GUARD is not None
+    root = _GUARD.session.read_tree().root
+    try:
+        if memory:
+            interpreter.check()
+            children.check(where())
+        if files:
+            imported.check_files(root, _GUARD.receipt)
+        if memory:
+            imported.check_memory(root)
+    except CppmegaError as error:
+        return f"{error.name}: {error.what} {error.why}", error.next
+    return None
+
+
+def _refuse_broken(everyone: list[tuple[str, tuple[str, str] | None]]) -> None:
+    broken = [(place, problem) for place, problem in everyone if problem is not None]
+    if broken:
+        raise CppmegaError(
+            "rank-not-whole",
+            "; ".join(f"{place}: {what}" for place, (what, _) in broken[:8]),
+            "One rank with different code is enough to train a wrong model.",
+            f"on that host: {broken[0][1][1]}",
+        )
+
+
+@_remembering_refusal
+def after_first_step(args: Any = None) -> None:
+    """Stop the run if a page that had to be reached was not reached on any rank.
+
+    Raises:
+        CppmegaError: `page-not-reached`, `arguments-not-given`, `rank-not-whole`; on every rank.
+    """
+    if _GUARD is None or _GUARD.stepped:
+        return
+    everyone = gather((where(), _problem(), reached_marks.reached(), calls.counts()))
+    _refuse_broken([(f"{place}, after the first step", problem) for place, problem, *_ in everyone])
+    hit = set().union(*(pages for _, _, pages, _ in everyone))
+    required = reached.required(_GUARD, args, reached.FIRST_STEP, hit)
+    reached.refuse_missing(_GUARD, required - hit, where(), "the first step")
+    _GUARD.stepped = True
+    ledger.write("stepped")
+    if rank() == 0:
+        counted = calls.summary(of_rank for *_, of_rank in everyone)
+        print(reached.summary(_GUARD, hit, counted), file=sys.stderr, flush=True)
+
+
+def after_first_log(args: Any = None) -> None:
+    """Like `after_first_step`, for pages that are reached when Megatron logs a step."""
+    _after_first("log", "the first log", args)
+
+
+@_remembering_refusal
+def after_first_save(args: Any = None) -> None:
+    """Like `after_first_step`, for pages that are reached when a checkpoint is saved.
+
+    A custom loop calls it on every rank after each checkpoint, and the code is compared each time.
+    """
+    recheck("after a checkpoint", together=True)
+    _after_first("save", "the first checkpoint", args)
+
+
+@_remembering_refusal
+def _after_first(phase: str, when: str, args: Any) -> None:
+    if _GUARD is None or phase in _GUARD.ended:
+        return
+    hit = set().union(*gather(reached_marks.reached()))
+    required = reached.required(_GUARD, args, (phase,), hit)
+    reached.refuse_missing(_GUARD, required - hit, where(), when)
+    _GUARD.ended.add(phase)
+
+
+@_remembering_refusal
+def _before_save() -> None:
+    """Compare this process with the receipt: different code must not replace a good checkpoint.
+
+    Files that were replaced on disk since they were imported do not change this process. The run
+    ends for them, on every rank, after its checkpoint is saved.
+
+    Raises:
+        CppmegaError: `rank-not-whole`, and what `provenance.check` raises.
+    """
+    if _GUARD is None:
+        return
+    place = f"{where()}, before a checkpoint"
+    everyone = gather((place, _problem(files=False), _problem(memory=False)))
+    _refuse_broken([(other, problem) for other, problem, _ in everyone])
+    replaced: list[CppmegaError] = []
+    root = _GUARD.session.read_tree().root
+    provenance.check(root, _GUARD.receipt, place, gather, replaced=replaced)
+    try:
+        _refuse_broken([(other, problem) for other, _, problem in everyone])
+    except CppmegaError as error:
+        replaced.insert(0, error)
+    if replaced:
+        _GUARD.replaced = replaced[0]
+        refuse(replaced[0])
+        _say("files of the run were replaced; a checkpoint is saved before it ends")
+
+
+@_remembering_refusal
+def _after_save(args: Any) -> None:
+    """Check the pages that are reached at a save, or end a run whose files were replaced.
+
+    Raises:
+        CppmegaError: `rank-not-whole`, `page-not-reached`, or what `_before_save` has found.
+    """
+    if _GUARD is None or _GUARD.replaced is None:
+        _after_first("save", "the first checkpoint", args)
+        return
+    training = sys.modules[training_watch.MODULE]
+    if hasattr(training, "maybe_finalize_async_save"):
+        training.maybe_finalize_async_save(blocking=True)
+    _say("the checkpoint is saved")
+    raise _GUARD.replaced
+
+
+def _say(text: str) -> None:
+    if rank() == 0:
+        print(f"cppmega: {text}", file=sys.stderr, flush=True)
+
+
+def no_step_because(reason: str) -> None:
+    """Declare that this process takes no step; the reason is printed when it ends."""
+    if _GUARD is not None:
+        _GUARD.excuse = reason
+
+
+def finish(excuse: str = "") -> None:
+    """Check a script that has ended: a run without a step that was seen has not been checked.
+
+    Args:
+        excuse: why there was no step to see; empty if there had to be one.
+
+    Raises:
+        CppmegaError: `no-step-seen`, `rank-not-whole`, and the first refusal that the script has
+            caught.
+    """
+    if _GUARD is None:
+        return
+    if _GUARD.refused is not None:
+        raise _GUARD.refused
+    if not (_GUARD.stepped or excuse):
+        seen = "no step of it was seen"
+        if _GUARD.began:
+            seen = "its first step was not seen to end: it exited in it, or left the loop there"
+        raise CppmegaError(
+            "no-step-seen",
+            f"{where()}: the script ended, and {seen}.",
+            "Neither the imports nor the ranks nor the reached patches were checked.",
+            "write `for batch in cppmega.guard.steps(loader, args):`, call "
+            "cppmega.guard.after_first_step(args) where the loop is left in its first step, or "
+            "pass --no-steps for a script that does not train",
+        )
+    recheck("at the end of the run")
+
+
+def _watch_megatron() -> None:
+    """Find Megatron's steps, logs and checkpoints without the script's help."""
+    training_watch.install(
+        {
+            "train_step": (before_first_step, after_first_step),
+            "training_log": (training_watch.nothing, after_first_log),
+            "save_checkpoint": (_before_save, _after_save),
+        }
+    )
+
+
+def _pass_to_children(guard: Guard) -> None:
+    """Let the processes that this one starts join the same overlay."""
+    known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    others = [folder for folder in known if folder and folder != children.BOOTSTRAP]
+    if children.BOOTSTRAP not in sys.path:
+        # torch.compile builds its workers' PYTHONPATH from it; the script's folder stays first.
+        sys.path.insert(1, children.BOOTSTRAP)
+    os.environ["PYTHONPATH"] = os.pathsep.join([children.BOOTSTRAP, *others])
+    os.environ[env.OVERLAY.name] = guard.receipt.digest
+    os.environ[env.ROOT.name] = str(guard.session.root)
+    os.environ[env.PYTHON.name] = children.this_python()
+    os.environ[env.GUARDED_BY.name] = ledger.address() or ledger.open_new()
