@@ -1,12 +1,15 @@
-"""Inspect a checkpoint on disk without torch: whether it is intact, and what it contains.
+"""Inspect a checkpoint on disk without torch: whether it is complete, and what must be opened.
 
-Sizes are always compared with the index of the checkpoint, and everything that a rank would
-unpickle is read without running any of it. The checksums of all tensors are compared if that takes
-a few seconds, or on request.
+Sizes are always compared with the index of the checkpoint, and the checksums of everything that a
+rank would unpickle. The checksums of all tensors are compared if that takes a few seconds, or on
+request. Nothing is unpickled here but the index; the preflight opens the rest in a process of its
+own.
 """
 
 from __future__ import annotations
 
+import io
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,9 +18,7 @@ from typing import Any
 
 import msgspec
 
-from cppmega.checkpoints import inert_pickle, saved_archive
-from cppmega.checkpoints.inert_pickle import Inert, NotListed
-from cppmega.checkpoints.saved_archive import Damaged
+from cppmega.checkpoints.allowed import Damaged, Inert, NotListed, Unpickler
 from cppmega.checkpoints.tracker import TRACKER
 from cppmega.errors import CppmegaError
 from cppmega.host.progress import Advance
@@ -26,7 +27,23 @@ AT_ONCE = 1 << 30
 """Bytes whose checksums are compared by default, which takes a few seconds."""
 _COMMON = "common_state/shard_0_1"
 """Where Megatron 0.19 keeps everything but tensors; earlier versions use `common.pt`."""
+_COMMON_FILE = "common.pt"
 _DISTRIBUTED, _INDEX = "metadata.json", ".metadata"
+ARCHIVES = (".pt", ".pth")
+"""Names of files that `torch.save` writes end so."""
+_PICKLES = (".pkl", ".pickle")
+
+
+class Archive(msgspec.Struct, frozen=True):
+    """A file that `torch.save` wrote, or the part of a file, which a rank would unpickle."""
+
+    path: str
+    part: str = ""
+    offset: int = 0
+    length: int | None = None
+    """None: all of the file."""
+    holds_state: bool = False
+    """Whether it holds the arguments of the run that saved it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +77,15 @@ class Index:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
-    """A checkpoint that was found intact."""
+class Complete:
+    """A checkpoint that has all its bytes."""
 
     step: str
-    state: Mapping[str, Any]
-    """Everything except tensors, with stand-ins for objects."""
-    shapes: Mapping[str, tuple[int, ...]]
-    summed: bool
+    archives: tuple[Archive, ...]
+    """Everything in it that a rank would unpickle."""
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    summed: bool = False
     """Whether the checksums of all tensors were compared."""
-
-    @property
-    def arguments(self) -> Mapping[str, Any]:
-        """Megatron's arguments of the run that saved it; empty if it has none."""
-        args = self.state.get("args")
-        state = args.state if isinstance(args, Inert) else None
-        return {k: inert_pickle.plain(v) for k, v in state.items()} if state else {}
 
 
 def newest(load: Path) -> tuple[str, Path]:
@@ -110,7 +120,7 @@ def newest(load: Path) -> tuple[str, Path]:
     )
 
 
-def read(load: Path, *, deep: bool = False, advance: Advance = lambda count: None) -> Saved:
+def read(load: Path, *, deep: bool = False, advance: Advance = lambda count: None) -> Complete:
     """Inspect the newest checkpoint of a folder.
 
     Args:
@@ -122,15 +132,36 @@ def read(load: Path, *, deep: bool = False, advance: Advance = lambda count: Non
         CppmegaError: `no-checkpoint`, `checkpoint-broken`, `checkpoint-runs-code`.
     """
     step, folder = newest(load)
-    if (folder / _DISTRIBUTED).is_file() or (folder / _INDEX).is_file():
-        return _distributed(step, folder, deep, advance)
-    ranks = sorted(folder.glob("mp_rank_*/*.pt"))
-    if not ranks:
+    files = [path for path in sorted(folder.rglob("*")) if not path.is_dir()]
+    for path in files:
+        if not path.is_file():
+            raise broken(path, "it is not a regular file, and reading it may never end")
+    own = _folder(folder, deep, advance) if _is_distributed(folder) else None
+    nested = sorted({path.parent for path in files if _is_distributed(path.parent)} - {folder})
+    others = [_folder(one, deep, advance).archives for one in nested]
+    pickles = [path for path in files if path.name.endswith(ARCHIVES + _PICKLES)]
+    if own is None and not any(_of_a_rank(path, folder) for path in pickles):
         shards = any(folder.glob("*.distcp"))
-        raise _broken(folder, f"{_INDEX} and {_DISTRIBUTED} are missing" * shards or "it is empty")
-    summed = deep or sum(path.stat().st_size for path in ranks) <= AT_ONCE
-    states = [_state_of_file(path, summed) for path in ranks]
-    return Saved(step, next((one for one in states if "args" in one), {}), {}, summed)
+        raise broken(folder, f"{_INDEX} and {_DISTRIBUTED} are missing" * shards or "it is empty")
+    summed = deep or sum(path.stat().st_size for path in pickles) <= AT_ONCE
+    for path in pickles:
+        if path.name.endswith(ARCHIVES) and (summed or path.name == _COMMON_FILE):
+            with naming(path):
+                _check_sums(path)
+    parts = own.archives if own is not None else ()
+    common = folder / _COMMON_FILE
+    if common in pickles:  # Megatron tries it first, too
+        parts = tuple(msgspec.structs.replace(one, holds_state=False) for one in parts)
+    archives = [
+        Archive(str(path), holds_state=path == common or _of_a_rank(path, folder))
+        for path in pickles
+    ]
+    return Complete(
+        step,
+        (*archives, *parts, *(one for some in others for one in some)),
+        own.shapes if own is not None else {},
+        summed and (own is None or own.summed),
+    )
 
 
 def shapes(load: Path) -> Mapping[str, tuple[int, ...]]:
@@ -142,37 +173,63 @@ def shapes(load: Path) -> Mapping[str, tuple[int, ...]]:
     index = newest(load)[1] / _INDEX
     if not index.is_file():
         return {}
-    with _naming(index):
+    with naming(index):
         return _index(index.read_bytes()).shapes
 
 
-def _state_of_file(path: Path, summed: bool) -> Mapping[str, Any]:
-    with _naming(path), path.open("rb") as file:
-        if summed:
-            saved_archive.check(file)
-        state = inert_pickle.load_archive(file)
-    return state if isinstance(state, dict) else {}
+def _is_distributed(folder: Path) -> bool:
+    return (folder / _DISTRIBUTED).is_file() or (folder / _INDEX).is_file()
 
 
-def _distributed(step: str, folder: Path, deep: bool, advance: Advance) -> Saved:
-    with _naming(folder / _DISTRIBUTED):
+def _of_a_rank(path: Path, folder: Path) -> bool:
+    """Whether a file is a rank's, in the format that is not distributed."""
+    return path.match("mp_rank_*/*.pt") and path.parent.parent == folder
+
+
+def _folder(folder: Path, deep: bool, advance: Advance) -> Complete:
+    """Inspect the folder of a distributed checkpoint: the model's, or ModelOpt's inside it."""
+    with naming(folder / _DISTRIBUTED):
         backend = _backend(folder)
     if backend not in (None, "torch_dist"):
-        return Saved(step, _common(folder, Index()), {}, False)
+        return Complete("", ())
     if not (folder / _INDEX).is_file():
         # Megatron writes it last, and copies of `*` leave it out: its name begins with a dot.
-        raise _broken(folder, f"{_INDEX} is missing")
-    with _naming(folder / _INDEX):
+        raise broken(folder, f"{_INDEX} is missing")
+    with naming(folder / _INDEX):
         index = _index((folder / _INDEX).read_bytes())
-    own = (folder / "common.pt").is_file() or any(part.name == _COMMON for part in index.parts)
+    own = (folder / _COMMON_FILE).is_file() or any(part.name == _COMMON for part in index.parts)
     if backend is None and own:
-        raise _broken(folder, f"{_DISTRIBUTED} is missing")
+        raise broken(folder, f"{_DISTRIBUTED} is missing")
     _check_sizes(folder, index)
     summed = deep or index.size <= AT_ONCE
+    archives = []
     for part in index.parts:
-        _check_part(folder, part, summed)
+        path = folder / part.file
+        if summed or not part.is_tensor:
+            with naming(path, part.name):
+                _check_sums(io.BytesIO(_bytes(path, part)))
+        if not part.is_tensor:
+            of_run = part.name == _COMMON
+            archives.append(Archive(str(path), part.name, part.offset, part.length, of_run))
         advance(part.length)
-    return Saved(step, _common(folder, index), index.shapes, summed)
+    return Complete("", tuple(archives), index.shapes, summed)
+
+
+def _bytes(path: Path, part: Part) -> bytes:
+    with path.open("rb") as file:
+        file.seek(part.offset)
+        return file.read(part.length)
+
+
+def _check_sums(source: Path | io.BytesIO) -> None:
+    """Compare every part of an archive of `torch.save` with its checksum."""
+    try:
+        with zipfile.ZipFile(source) as archive:
+            torn = archive.testzip()
+    except Exception as error:  # a damaged archive raises anything
+        raise Damaged(f"it is not an archive of torch.save: {error}") from error
+    if torn is not None:
+        raise Damaged(f"its part {torn} differs from its checksum")
 
 
 def _backend(folder: Path) -> str | None:
@@ -182,13 +239,13 @@ def _backend(folder: Path) -> str | None:
         return msgspec.json.decode(content, type=_Format).sharded_backend
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Damaged(f"{type(error).__name__}: {error}") from error
 
 
 def _index(data: bytes) -> Index:
     try:
-        found = inert_pickle.loads(data)
+        found = Unpickler(io.BytesIO(data)).load()
         kinds = found.field("state_dict_metadata")
         shapes = {
             name: tuple(kind.field("size"))
@@ -218,43 +275,21 @@ def _check_sizes(folder: Path, index: Index) -> None:
     for name, size in sorted(needs.items()):
         there = (folder / name).stat().st_size if (folder / name).is_file() else 0
         if there < size:
-            raise _broken(folder / name, f"it has {there} of its {size} bytes")
-
-
-def _check_part(folder: Path, part: Part, summed: bool) -> None:
-    """Check a tensor's checksum if requested, and always an object, which a rank would unpickle."""
-    if part.is_tensor and not summed:
-        return
-    path = folder / part.file
-    with _naming(path, part.name), saved_archive.window(path, part.offset, part.length) as file:
-        saved_archive.check(file)
-        if not part.is_tensor:
-            inert_pickle.load_archive(file)
-
-
-def _common(folder: Path, index: Index) -> Mapping[str, Any]:
-    """Return everything but tensors; Megatron tries the file first, too."""
-    path = folder / "common.pt"
-    state: Any = {}
-    if path.is_file():
-        return _state_of_file(path, summed=True)
-    for part in index.parts:
-        if part.name == _COMMON:
-            with saved_archive.window(folder / part.file, part.offset, part.length) as file:
-                state = inert_pickle.load_archive(file)
-    if isinstance(state, list) and state:
-        state = state[0]
-    return state if isinstance(state, dict) else {}
+            raise broken(folder / name, f"it has {there} of its {size} bytes")
 
 
 @contextmanager
-def _naming(path: Path, part: str = "") -> Iterator[None]:
-    """Turn the damage found in a file into an error that names the file."""
+def naming(path: Path, part: str = "") -> Iterator[None]:
+    """Turn the damage found in a file into an error that names the file.
+
+    Raises:
+        CppmegaError: `checkpoint-broken`, `checkpoint-runs-code`.
+    """
     where = f"its part {part}: " if part else ""
     try:
         yield
     except (Damaged, OSError) as damage:
-        raise _broken(path, f"{where}{damage}") from damage
+        raise broken(path, f"{where}{damage}") from damage
     except NotListed as other:
         raise CppmegaError(
             "checkpoint-runs-code",
@@ -265,7 +300,8 @@ def _naming(path: Path, part: str = "") -> Iterator[None]:
         ) from other
 
 
-def _broken(path: Path, what: str) -> CppmegaError:
+def broken(path: Path, what: str) -> CppmegaError:
+    """Return the error of a checkpoint that no rank could load."""
     return CppmegaError(
         "checkpoint-broken",
         f"The newest checkpoint cannot be read: {path}: {what[:300]}.",

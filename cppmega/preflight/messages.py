@@ -7,6 +7,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from cppmega.checkpoints.files import Archive
 from cppmega.errors import CppmegaError
 
 
@@ -216,3 +217,18 @@ class ConnectionsAnswer(Struct, frozen=True, kw_only=True):
 
     obstacle: str | None
     """Half a sentence; None where they run."""
+
+
+class CheckpointOrder(Order, frozen=True, kw_only=True):
+    """Open the archives of a checkpoint, without running what they name."""
+
+    archives: list[Archive]
+
+
+class CheckpointAnswer(Struct, frozen=True, kw_only=True):
+    """What the archives hold beside tensors."""
+
+    problem: Problem | None = None
+    state: Mapping[str, Any] = {}
+    arguments: Mapping[str, Any] = {}
+    """Megatron's arguments of the run that saved it; empty if it has none."""

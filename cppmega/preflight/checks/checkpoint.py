@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cppmega.checkpoints import files as checkpoint_files
 from cppmega.checkpoints import shapes as checkpoint_shapes
 from cppmega.checkpoints import tracker as checkpoint_tracker
-from cppmega.checkpoints.files import Saved
 from cppmega.errors import CppmegaError
 from cppmega.host import console, progress
+from cppmega.preflight.ask import ask
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import NotApplicable, refuse
+from cppmega.preflight.messages import CheckpointAnswer, CheckpointOrder
 from cppmega.recipe import Recipe
 
 AFTER: tuple[str, ...] = ("imported_process", "line_parses")
 
+_WORKER = "cppmega.preflight.workers.checkpoint"
 _MODEL = (
     *("hidden_size", "num_layers", "num_attention_heads", "num_experts", "mtp_num_layers"),
     "hybrid_layer_pattern",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint that is intact."""
+
+    step: str
+    state: Mapping[str, Any]
+    """Everything except tensors, as far as it can be printed."""
+    arguments: Mapping[str, Any]
+    """Megatron's arguments of the run that saved it; empty if it has none."""
+    shapes: Mapping[str, tuple[int, ...]]
+    summed: bool
+    """Whether the checksums of all tensors were compared."""
 
 
 def check(context: Context) -> str:
@@ -34,7 +51,7 @@ def check(context: Context) -> str:
     """
     load = context.options.load
     if context.recipe is not None and context.is_loop and load is not None:
-        saved = _read(load, context.deep)
+        saved = _read(context, load)
         refuse(_other_loop(load, context.recipe, saved))
         return f"{load}, step {saved.step}{_how(load, saved)}"
     options = context.launch_line.options
@@ -44,18 +61,24 @@ def check(context: Context) -> str:
     if context.recipe is None and fresh and options.load == options.save:
         # Most of Megatron's own scripts name one folder for both, also for the first start.
         raise NotApplicable(f"{options.load} holds no checkpoint yet")
-    saved = _read(options.load, context.deep)
+    saved = _read(context, options.load)
     refuse(_mismatches(context, options.load, saved))
     whose = saved.arguments.get("cppmega_recipe", "no recipe")
     of = f"of {whose}" if saved.arguments else "which does not name its recipe"
     return f"{options.load}, step {saved.step}, {of}{_how(options.load, saved)}"
 
 
-def _read(load: Path, deep: bool) -> Saved:
+def _read(context: Context, load: Path) -> Saved:
     _, folder = checkpoint_files.newest(load)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     advance = progress.lines(f"reading {folder}", size, console.say)
-    return checkpoint_files.read(load, deep=deep, advance=advance)
+    complete = checkpoint_files.read(load, deep=context.deep, advance=advance)
+    order = CheckpointOrder(archives=[*complete.archives])
+    answer = ask(_WORKER, order, CheckpointAnswer, context.environ)
+    if answer.problem is not None:
+        raise answer.problem.as_error()
+    shapes, summed = complete.shapes, complete.summed
+    return Saved(complete.step, answer.state, answer.arguments, shapes, summed)
 
 
 def _how(load: Path, saved: Saved) -> str:
