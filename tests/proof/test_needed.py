@@ -16,13 +16,13 @@ from cppmega.catalogue import loader as catalogue
 from cppmega.overlay.verbs import Session
 from cppmega.proof import hash_seeds, verify
 from tests import forkserver
-from tests.support import NEWEST, VERSIONS, copy, laws, pristine
+from tests.support import NEWEST, copy, laws, pristine
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", laws.SUPPORTED)
 def test_every_needed_page_is_proved(
     version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

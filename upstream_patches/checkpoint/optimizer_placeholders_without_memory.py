@@ -21,15 +21,61 @@ Numerics: none (bitwise). Placeholders are unwritten memory with and without the
     is no longer scaled anew, and the checkpoint's values replace it, too.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from cppmega.edits import in_order, inserting
 from cppmega.page import Edit, Patch, Source
 
+if TYPE_CHECKING:
+    from cppmega.edits import NodeEdit
+
 TARGET = "megatron/core/optimizer/distrib_optimizer.py:DistributedOptimizer.load_state_dict"
-_LOADING = """
-self.optimizer.load_state_dict(
-    {"state": state_dict_state, "param_groups": state_dict_param_groups}
+_SMALL = inserting(
+    """
+    # Only an optimizer with this method allocates its state itself.
+    if hasattr(self.optimizer, "set_scaled_state"):
+        init_shard = lambda dtype=torch.float32: torch.empty(
+            1, dtype=dtype, device=torch.cuda.current_device()
+        ).expand(numel)
+    """,
+    after="""
+    init_shard = lambda dtype=torch.float32: torch.empty(
+        (numel,), dtype=dtype, device=torch.cuda.current_device()
+    )
+    """,
 )
-"""
+
+
+def _keeping(loading: str, given: str = "", unless: str = "") -> NodeEdit:
+    """Let an optimizer that has its state keep it.
+
+    Args:
+        loading: the statement that loads what it is given.
+        given: the statement before it that makes what it is given, if there is one.
+        unless: the condition under which the state is loaded in another way.
+    """
+    return in_order(
+        _SMALL,
+        inserting(
+            f"""
+            # It would copy a state that it has, too.
+            kept = None
+            if hasattr(self.optimizer, "set_scaled_state") and self.optimizer.state{unless}:
+                kept, state_dict_state = self.optimizer.state, {{}}
+            """,
+            before=given or loading,
+        ),
+        inserting(
+            """
+            if kept is not None:
+                self.optimizer.state = kept
+            """,
+            after=loading,
+        ),
+    )
+
 
 PATCH = Patch(
     purpose="fix",
@@ -43,37 +89,26 @@ PATCH = Patch(
                 "0.18.2": "9c3575ef0b4fa5c2",
                 "0.19.2": "d5fc01af38ccc951",
             },
-            edit=in_order(
-                inserting(
-                    """
-                    # Only an optimizer with this method allocates its state itself.
-                    if hasattr(self.optimizer, "set_scaled_state"):
-                        init_shard = lambda dtype=torch.float32: torch.empty(
-                            1, dtype=dtype, device=torch.cuda.current_device()
-                        ).expand(numel)
-                    """,
-                    after="""
-                    init_shard = lambda dtype=torch.float32: torch.empty(
-                        (numel,), dtype=dtype, device=torch.cuda.current_device()
-                    )
-                    """,
-                ),
-                inserting(
-                    """
-                    # It would copy a state that it has, too.
-                    kept = None
-                    if hasattr(self.optimizer, "set_scaled_state") and self.optimizer.state:
-                        kept, state_dict_state = self.optimizer.state, {}
-                    """,
-                    before=_LOADING,
-                ),
-                inserting(
-                    """
-                    if kept is not None:
-                        self.optimizer.state = kept
-                    """,
-                    after=_LOADING,
-                ),
+            edit=_keeping(
+                """
+                self.optimizer.load_state_dict(
+                    {"state": state_dict_state, "param_groups": state_dict_param_groups}
+                )
+                """
+            ),
+        ),
+        Edit(
+            target=TARGET,
+            pins={"dev-d48bd6be": "5da945ed3577c462"},
+            edit=_keeping(
+                "self.optimizer.load_state_dict(optimizer_state_dict)",
+                given="""
+                optimizer_state_dict = {
+                    "state": state_dict_state,
+                    "param_groups": state_dict_param_groups,
+                }
+                """,
+                unless=" and self._optimizer_state_offloader is None",
             ),
         ),
     ),

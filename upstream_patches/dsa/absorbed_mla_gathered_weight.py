@@ -17,14 +17,18 @@ Numerics: none (bitwise) without `--overlap-param-gather`; with it, the weight i
 from typing import Any
 
 from cppmega.catalogue.megatron_args import uses_dsa
-from cppmega.edits import inserting
+from cppmega.edits import in_order, inserting
 from cppmega.page import Edit, Patch, Source
 
 TARGET = (
     "megatron/core/transformer/experimental_attention_variant/absorbed_mla.py:"
     "AbsorbedMLASelfAttention._get_kv_up_weights"
 )
-_FIRST = "assert self.linear_kv_up_proj.weight.size(0) == expected_rows"
+IMPORTS = ("from cppmega.features.arrived import arrived as _cppmega_arrived",)
+_WAITS = inserting(
+    "_cppmega_arrived(self.linear_kv_up_proj)  # DDP may still gather its weight",
+    before="assert self.linear_kv_up_proj.weight.size(0) == expected_rows",
+)
 
 
 def gathers_meanwhile(args: Any) -> bool:
@@ -38,11 +42,30 @@ PATCH = Patch(
         Edit(
             target=TARGET,
             pins={"0.19.2": "a7f121cd4f77c6b2", "main-d98e8a64": "a7f121cd4f77c6b2"},
-            edit=inserting(
-                "_cppmega_arrived(self.linear_kv_up_proj)  # DDP may still gather its weight",
-                before=_FIRST,
+            edit=_WAITS,
+            imports=IMPORTS,
+        ),
+        Edit(
+            target=TARGET,
+            pins={"dev-d48bd6be": "0e2fe524e9f5c4f5"},
+            edit=in_order(
+                _WAITS,
+                inserting(
+                    """
+                    # Keys and values have a module each.
+                    _cppmega_arrived(self.linear_k_up_proj)
+                    _cppmega_arrived(self.linear_v_up_proj)
+                    """,
+                    before="""
+                    k_up_weight = self.linear_k_up_proj.weight.view(
+                        self.num_attention_heads_per_partition,
+                        self.config.qk_head_dim,
+                        self.config.kv_lora_rank,
+                    )
+                    """,
+                ),
             ),
-            imports=("from cppmega.features.arrived import arrived as _cppmega_arrived",),
+            imports=IMPORTS,
         ),
     ),
     reached="forward",
@@ -67,13 +90,16 @@ def verify() -> None:
     torch.nn.Module.__init__(layer)
     layer.config = SimpleNamespace(qk_head_dim=2, v_head_dim=2, kv_lora_rank=3)
     layer.num_attention_heads_per_partition = 1
-    layer._uses_combined_kv_up_projection = True  # a property of the layer on dev
-    layer.linear_kv_up_proj = torch.nn.Linear(3, 4, bias=False)
     arrived = torch.arange(12.0).view(4, 3)
 
-    def arrive(module: torch.nn.Module, *_: Any) -> None:
-        module.weight.detach().copy_(arrived)
+    def gathered(values: torch.Tensor) -> torch.nn.Module:
+        """Return a module whose weight arrives when it is called."""
+        module = torch.nn.Linear(3, len(values), bias=False)
+        module.register_forward_pre_hook(lambda *_: module.weight.detach().copy_(values))
+        return module
 
-    layer.linear_kv_up_proj.register_forward_pre_hook(arrive)
-    read = torch.cat(layer._get_kv_up_weights(), dim=1)
-    assert torch.equal(read, arrived[None]), "the weight is read before it has arrived"
+    layer.linear_kv_up_proj = gathered(arrived)
+    layer.linear_k_up_proj, layer.linear_v_up_proj = gathered(arrived[:2]), gathered(arrived[2:])
+    for layer._uses_combined_kv_up_projection in (True, False):  # only dev asks
+        read = torch.cat(layer._get_kv_up_weights(), dim=1)
+        assert torch.equal(read, arrived[None]), "a weight is read before it has arrived"

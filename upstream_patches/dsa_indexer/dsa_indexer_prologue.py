@@ -77,16 +77,17 @@ _PACKED = """,
     documents=(cu_seqlens_q, cu_seqlens_kv) if packed_seq else None"""
 
 
-def preparing(rotation: str, rotate: str, documents: str = "") -> NodeEdit:
+def preparing(rotation: str, rotate: str, documents: str = "", lengths: str = "") -> NodeEdit:
     """Move Megatron's lines after the projections, where they become one of two alternatives.
 
     Args:
         rotation: the statements that rotate the activations.
         rotate: an expression for the function that they call, or for None.
         documents: additional arguments, in releases that support packed documents.
+        lengths: an argument of `_apply_rope` that is named after q or kv, too.
     """
     rope = "self._apply_rope({0}, rotary_pos_emb, mscale{1})"
-    named = ", cu_seqlens=cu_seqlens_{}" if documents else "{}"
+    named = f", cu_seqlens=cu_seqlens_{{0}}{lengths}" if documents else "{0}"
     rope_q = rope.format("q", named.format("q" if documents else ""))
     rope_k = rope.format("k", named.format("kv" if documents else ""))
     return in_order(
@@ -143,6 +144,16 @@ PATCH = Patch(
             target=f"{INDEXER}.forward_before_topk",
             pins={"0.19.2": "0e4df74f417d740d", "main-d98e8a64": "0e4df74f417d740d"},
             edit=preparing(_ROTATE_IF_ASKED, IF_ASKED, documents=_PACKED),
+            mark="prepared",
+        ),
+        Edit(
+            target=f"{INDEXER}.forward_before_topk",
+            pins={"dev-d48bd6be": "ad21091f7119335a"},
+            edit=preparing(
+                *(_ROTATE_IF_ASKED, IF_ASKED),
+                documents=_PACKED,
+                lengths=", max_seqlen=max_seqlen_{0}",
+            ),
             mark="prepared",
         ),
     ),

@@ -1,9 +1,9 @@
 """Compute the rotary embedding of MLA in one kernel forward and one backward.
 
 What: `_apply_rotary_pos_emb_bshd` rotates MLA's queries and keys on a GPU with
-    `cppmega.ops.pointwise.rope`; other attention's, and pairs of neighbouring columns, by
-    Megatron's code. Another call that its kernel does not support ends the run with the reason, or,
-    with `--allow-fallback mla_rope_kernel`, is computed by Megatron's code.
+    `cppmega.ops.pointwise.rope`; other attention's, pairs of neighbouring columns, and inverse
+    rotations, by Megatron's code. Another call that its kernel does not support ends the run with
+    the reason, or, with `--allow-fallback mla_rope_kernel`, is computed by Megatron's code.
 Why: Megatron's fused RoPE does not know the order of MLA's columns, and DSA refuses it. The unfused
     code launches some ten kernels forward and fifteen backward for the queries and again for the
     keys of every layer, most of which copy the tensor: about 40 of 2,800 ms of kernels in a step of
@@ -27,15 +27,17 @@ IMPORTS = (
 TARGET = "megatron/core/models/common/embeddings/rope_utils.py:_apply_rotary_pos_emb_bshd"
 
 
-def _taking(gathered: str) -> Any:
+def _taking(gathered: str, *others: str) -> Any:
     """By the kernel, where it is MLA's, which never pairs neighbouring columns unless asked.
 
     Args:
         gathered: the name of the argument by which MLA's even columns come first.
+        others: arguments that only attention other than MLA's and DSA's sets.
     """
+    condition = " and not ".join((f"{gathered} and t.is_cuda", "rotary_interleaved", *others))
     return inserting(
         f"""
-        if {gathered} and t.is_cuda and not rotary_interleaved:
+        if {condition}:
             reason = _cppmega_rope.obstacle(t, freqs, rotary_interleaved, {gathered})
             if _cppmega_served("mla_rope_kernel", reason, t=t, freqs=freqs):
                 return _cppmega_rope.rotated(t, freqs, rotary_interleaved, {gathered}, mscale)
@@ -72,6 +74,12 @@ PATCH = Patch(
             edit=_taking("mla_rotary_interleaved"),
             imports=IMPORTS,
         ),
+        Edit(
+            target=TARGET,
+            pins={"main-d98e8a64": "7ceb5696972d146a", "dev-d48bd6be": "7ceb5696972d146a"},
+            edit=_taking("mla_rotary_interleaved", "inverse", "mla_output_remove_interleaving"),
+            imports=IMPORTS,
+        ),
     ),
     reached="forward",
     when=rotates,
@@ -83,7 +91,9 @@ def fixed_upstream(source: Source) -> bool:
 
 
 def verify() -> None:
+    import inspect
     import warnings
+    from functools import partial
 
     import torch
     from megatron.core.models.common.embeddings import rope_utils
@@ -128,6 +138,13 @@ def verify() -> None:
         (t, angles.clone().requires_grad_(), False, True),
         (t, angles, True, True),
     ]
+    of_others = [{"inverse": True}, {"mla_output_remove_interleaving": True}]
+    if "inverse" in inspect.signature(rope_utils._apply_rotary_pos_emb_bshd).parameters:
+        for chosen in of_others:
+            call = partial(rope_utils._apply_rotary_pos_emb_bshd, t, angles, False, True, **chosen)
+            wanted = call()
+            with stand_ins.on_gpu("pointwise.rope_triton", rotate=rotate):
+                assert torch.equal(call(), wanted) and not launched, chosen
     for by_kernel, calls in ((True, taken), (False, declined)):
         for call in calls:
             wanted = embedded(*call, 0.5)  # on a CPU, by Megatron's code

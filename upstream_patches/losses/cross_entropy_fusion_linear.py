@@ -12,7 +12,7 @@ Numerics: none (bitwise)
 """
 
 from cppmega.edits import in_order, inserting, replacing
-from cppmega.page import Edit, Patch, Source
+from cppmega.page import Edit, Patch, Source, left_alone
 
 from ._linear_ce.edits import asked_for
 
@@ -23,6 +23,7 @@ LOSS = f"{LANGUAGE_MODULE}.compute_language_model_loss"
 LAYER = "megatron/core/tensor_parallel/layers.py:ColumnParallelLinear.backward_dw"
 """Exists from 0.16 on, the releases that cppmega's output layer is written for."""
 
+LINEAR = "Literal['native', 'te', 'linear']"
 UNFUSED = """
 if self.config.cross_entropy_loss_fusion and self.config.cross_entropy_fusion_impl == 'linear':
     warnings.warn(
@@ -43,9 +44,9 @@ PATCH = Patch(
                 "0.18.2": "6a1eb2e3b69c1753",
                 "0.19.2": "309bdcc165ffeabd",
             },
-            edit=replacing("Literal['native', 'te']", "Literal['native', 'te', 'linear']"),
-            mark="__post_init__",
+            edit=replacing("Literal['native', 'te']", LINEAR),
         ),
+        Edit(target=CONFIG, pins={"dev-d48bd6be": "950eb644b81a151c"}, edit=left_alone),
         Edit(
             target=LOSS,
             pins={
@@ -54,6 +55,7 @@ PATCH = Patch(
                 "0.18.0": "0de2d24e29d94914",
                 "0.18.2": "0de2d24e29d94914",
                 "0.19.2": "2431e3551b813424",
+                "dev-d48bd6be": "2431e3551b813424",
             },
             edit=in_order(
                 replacing(
@@ -66,7 +68,7 @@ PATCH = Patch(
             imports=("import warnings",),
         ),
     ),
-    reached="startup",
+    reached="never",  # the parser of other code refuses the run, and few losses come from logits
     feature=(LAYER,),
     when=asked_for,
     wanted_by=lambda recipe: recipe.uses_linear_cross_entropy,

@@ -14,8 +14,10 @@ Numerics: reorders sums: the softmax is computed in fp32 from the same logits, c
     accumulated in fp32. The label -100 has no loss; in stock its loss is meaningless.
 """
 
+from textwrap import indent
+
 from cppmega.catalogue.megatron_args import layer_pattern
-from cppmega.edits import in_order, inserting
+from cppmega.edits import in_order, inserting, replacing
 from cppmega.page import Edit, Patch, Source
 
 from ._linear_ce.edits import asked_for, choosing_output_layer, returning_loss
@@ -26,6 +28,29 @@ POSTPROCESS = f"{PATH}:GPTModel._postprocess"
 KERNELS = "megatron/core/fusions/fused_linear_cross_entropy.py"
 LOGGED = "has_config_logger_enabled(self.config)"
 """If set, GPTModel writes its logits to disk."""
+
+OF_DEV = f"""
+if {LOGGED} or labels is None:
+    logits, _ = self.output_layer(
+        hidden_states, weight=output_weight, runtime_gather_output=runtime_gather_output
+    )
+else:
+    logits = None
+"""
+UNFUSED = """
+logits, _ = self.output_layer(**output_layer_kwargs)
+loss = self.compute_language_model_loss(labels, logits)
+"""
+FUSED_BY_DEV = f"""
+if self.fuse_linear_cross_entropy:
+    loss = self.output_layer(
+        output_cross_entropy_loss=self.fuse_linear_cross_entropy,
+        labels=labels,
+        **output_layer_kwargs,
+    )
+else:
+{indent(UNFUSED, "    ")}
+"""
 
 PATCH = Patch(
     purpose="feature",
@@ -42,6 +67,11 @@ PATCH = Patch(
             edit=choosing_output_layer(),
         ),
         Edit(
+            target=INIT,
+            pins={"dev-d48bd6be": "3125ec8d202f1a4d"},
+            edit=choosing_output_layer("LinearCrossEntropyModule"),
+        ),
+        Edit(
             target=POSTPROCESS,
             pins={
                 "0.17.1": "7795e20c52482408",
@@ -50,6 +80,15 @@ PATCH = Patch(
                 "main-d98e8a64": "7cce493b49072d6a",
             },
             edit=returning_loss("linear_ce_gpt_head", unless=LOGGED),
+        ),
+        Edit(
+            target=POSTPROCESS,
+            pins={"dev-d48bd6be": "d3b8822c9a27864b"},
+            edit=in_order(
+                returning_loss("linear_ce_gpt_head", unless=LOGGED, before=OF_DEV),
+                # What gets here was declined, or its logits are logged.
+                replacing(FUSED_BY_DEV, UNFUSED),
+            ),
         ),
         Edit(
             target=POSTPROCESS,

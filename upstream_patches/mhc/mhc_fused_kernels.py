@@ -107,7 +107,7 @@ PATCH = Patch(
 
 def fixed_upstream(source: Source) -> bool:
     # The two ops whose only kernels are cuTile's; without cuTile they run in plain torch.
-    text = source.text(BACKENDS)
+    text = source.text(BACKENDS).replace("'", '"')
     return bool(text) and '"cutile" if is_cutile_available() else "native"' not in text
 
 

@@ -58,6 +58,7 @@ PATCH = Patch(
                 "0.17.1": "7101f3ab5a9fd378",
                 "0.18.2": "21a21ca212f5e008",
                 "0.19.2": "734b481025ac9ac8",
+                "main-d98e8a64": "e1e780b33ddd8c57",
             },
             edit=replacing(STOCK, "False"),
         ),
@@ -69,6 +70,7 @@ PATCH = Patch(
                 "0.17.1": "67c06262553667ed",
                 "0.18.2": "b9514ca3cd5f781c",
                 "0.19.2": "4f4b9acc2b799a24",
+                "main-d98e8a64": "fb19c21a881f5d73",
             },
             edit=in_order(_kernel("wgrad_gemm_accum_fp32"), _kernel("wgrad_gemm_accum_fp16")),
             imports=("from cppmega.ops.common import weight_gradient as _cppmega_products",),
@@ -82,6 +84,7 @@ PATCH = Patch(
                 "0.17.1": "d65d3e084e87fd7f",
                 "0.18.2": "caac0f9558258b4d",
                 "0.19.2": "caac0f9558258b4d",
+                "main-d98e8a64": "caac0f9558258b4d",
             },
             # The output layer adds its gradient to `main_grad`. Without this, DDP takes that of the
             # MTP depths' lookup for the placeholder which autograd is given in its place.

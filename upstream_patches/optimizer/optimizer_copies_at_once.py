@@ -41,6 +41,7 @@ PATCH = Patch(
                 "0.17.1": "4e76e2d179d7557a",
                 "0.18.2": "4e76e2d179d7557a",
                 "0.19.2": "4e76e2d179d7557a",
+                "dev-d48bd6be": "4e76e2d179d7557a",
             },
             edit=replacing(
                 "model_grad.view(-1)[param_range.start : param_range.end]",
@@ -56,6 +57,7 @@ PATCH = Patch(
                 "0.17.1": "24b5a8d0afa1ba00",
                 "0.18.2": "b8baa7d3f9a2a8d6",
                 "0.19.2": "b8baa7d3f9a2a8d6",
+                "dev-d48bd6be": "28f25bae5a97ca81",
             },
             edit=in_order(
                 replacing(

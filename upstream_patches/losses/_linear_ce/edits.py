@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 _CHOICE = """
 # A ColumnParallelLinear that can also end in the loss, so that the logits never exist.
-output_layer_class = tensor_parallel.ColumnParallelLinear
+output_layer_class = {stock}
 if config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == 'linear':
     from cppmega.features.linear_cross_entropy.module import LinearCrossEntropyModule
 
@@ -48,24 +48,34 @@ if (
 """
 
 
-def choosing_output_layer() -> NodeEdit:
-    """Return an edit of a model's `__init__`: the configuration selects its output layer."""
+def choosing_output_layer(stock: str = "tensor_parallel.ColumnParallelLinear") -> NodeEdit:
+    """Return an edit of a model's `__init__`: the configuration selects its output layer.
+
+    Args:
+        stock: the class that the model has otherwise.
+    """
     return in_order(
-        replacing("tensor_parallel.ColumnParallelLinear", "output_layer_class"),
-        inserting(_CHOICE, after="super().__init__(config=config, pg_collection=pg_collection)"),
+        replacing(stock, "output_layer_class"),
+        inserting(
+            _CHOICE.format(stock=stock),
+            after="super().__init__(config=config, pg_collection=pg_collection)",
+        ),
     )
 
 
-def returning_loss(page: str, *, unless: str = "", loss_mask: str = "loss_mask") -> NodeEdit:
+def returning_loss(
+    page: str, *, unless: str = "", loss_mask: str = "loss_mask", before: str = LOGITS
+) -> NodeEdit:
     """Return an edit of a model's forward pass: it returns the loss before it computes logits.
 
     Args:
         page: the page that is named if the gradient is not what the head relies on.
         unless: an expression that is true if something else needs the logits.
         loss_mask: the expression by which the loss function multiplies the loss.
+        before: the first statement that computes logits.
     """
     also = f"\n    and not {unless}" if unless else ""
-    return inserting(_LOSS.format(unless=also, loss_mask=loss_mask, page=page), before=LOGITS)
+    return inserting(_LOSS.format(unless=also, loss_mask=loss_mask, page=page), before=before)
 
 
 def asked_for(args: object) -> bool:
