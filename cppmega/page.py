@@ -88,7 +88,10 @@ class Patch:
     purpose: Purpose = "fix"
     feature: tuple[str, ...] = ()
     """Definitions without which there is nothing to fix; if the tree lacks one, the patch is not
-    applicable. A target of the page is none of them: upstream may rename it and keep the bug."""
+    applicable. A target of the page shows nothing: upstream may rename it and keep the bug."""
+    builds_on: tuple[str, ...] = ()
+    """Definitions that the page's code relies on, whether there is something to fix or not; the
+    page has not been ported to a tree that lacks one, and is `unported` there."""
     when: Callable[[Any], bool] | None = None
     """Called with the run's arguments (Megatron's namespace): whether it must reach the patch."""
     rules: tuple[Rule, ...] = ()

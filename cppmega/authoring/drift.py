@@ -34,17 +34,22 @@ _OF_FAILURE: Mapping[PatchState, Word] = {
     "ambiguous": "ambiguous",
     "foreign": "foreign",
     "conflict": "conflict",
-    "unported": "unported",
 }
 
 
-def compare(old: tuple[str, Tree], new: tuple[str, Tree], pages: Mapping[str, Page]) -> Drift:
+def compare(
+    old: tuple[str, Tree],
+    new: tuple[str, Tree],
+    pages: Mapping[str, Page],
+    wanted: Mapping[str, Sequence[str]] | None = None,
+) -> Drift:
     """Diagnose both trees and compare the results.
 
     Args:
         old: the name that the user gave the old tree, and the tree.
         new: the same for the new tree.
         pages: the catalogue.
+        wanted: page -> the recipes that need it.
 
     Raises:
         CppmegaError: `nothing-to-do`.
@@ -64,7 +69,10 @@ def compare(old: tuple[str, Tree], new: tuple[str, Tree], pages: Mapping[str, Pa
     )
     after = _side(*new, pages, known)
     order = planning.in_order(pages)
-    drifts = [_page(pages[name], before, after, order) for name in sorted(pages)]
+    drifts = [
+        _page(pages[name], before, after, order, tuple((wanted or {}).get(name, ())))
+        for name in sorted(pages)
+    ]
     words = list(MEANING)
     drifts.sort(key=lambda page: (page.safe and page.word != "lost-again", words.index(page.word)))
     return Drift(before, after, tuple(drifts))
@@ -101,15 +109,23 @@ def _side(requested: str, tree: Tree, pages: Mapping[str, Page], earlier: Receip
     return Side(requested, planning.make(tree, loaded, pages, environment=gates))
 
 
-def _page(page: Page, old: Side, new: Side, order: Sequence[str]) -> PageDrift:
+def _page(
+    page: Page, old: Side, new: Side, order: Sequence[str], recipes: tuple[str, ...]
+) -> PageDrift:
     was, now = old.plan.verdicts[page.name], new.plan.verdicts[page.name]
     word = _word(page, old, new)
+    if word == "not-compared" or now.state not in ("unported", "not-applicable"):
+        recipes = ()
+    elif recipes and word == "not-needed":
+        word = "not-applicable"
     targets: tuple[TargetDrift, ...] = ()
-    if word not in ("not-needed", "not-compared"):
+    if word not in ("not-needed", "not-compared") and (now.state != "unported" or now.failed):
         targets = tuple(_target(t, page, old, new, order) for t in _targets(page, old, new))
     if word == "same" and any(target.word not in ("same", "left") for target in targets):
         word = "changed"
-    return PageDrift(page, word, was, now, targets)
+    if word == "gone" and any(t.target == now.target and t.word == "moved" for t in targets):
+        word = "moved"
+    return PageDrift(page, word, was, now, targets, recipes=recipes)
 
 
 def _word(page: Page, old: Side, new: Side) -> Word:
@@ -120,7 +136,9 @@ def _word(page: Page, old: Side, new: Side) -> Word:
     if was == "upstreamed" and (now in NEEDED or now == "drifted"):
         return "lost-again"
     if now in NEEDED:
-        return "newly-needed" if was == "not-applicable" else "same"
+        return "newly-needed" if was in ("not-applicable", "unported") else "same"
+    if now == "unported":
+        return "unported"
     if now in FAILURES:
         return _OF_FAILURE.get(now, "changed" if was in NEEDED else "unknown")
     if was in NEEDED or was in FAILURES:
@@ -132,7 +150,7 @@ def _targets(page: Page, old: Side, new: Side) -> list[str]:
     """Return the symbols to compare: those edited in OLD or in NEW, else those that failed."""
     edited = [*old.fitting(page.name), *new.fitting(page.name)]
     now = new.plan.verdicts[page.name]
-    if now.state in FAILURES:
+    if now.failed:
         edited.append(now.target)
         if not old.fitting(page.name):
             every = dict.fromkeys(edit.target for edit in page.patch.edits)
@@ -181,21 +199,30 @@ def _target(target: str, page: Page, old: Side, new: Side, order: Sequence[str])
 def _missing(target: str, page: Page, old: Side, new: Side) -> TargetDrift:
     survey, symbol = new.plan.survey, target.partition(":")[2]
     edit = next(edit for edit in page.patch.edits if edit.target == target)
-    places: list[tuple[str, str]] = []
-    for path in survey.elsewhere(target):
-        there = replace(edit, target=f"{path}:{symbol}")
-        text = survey.fingerprint(survey.read(path), there)
-        places.append((there.target, _pins(page, target).get(text, "")))
+
+    def text_of(place: str) -> str:
+        there = replace(edit, target=place)
+        return survey.fingerprint(survey.read(there.path), there)
+
+    paths = survey.elsewhere(target)
+    places = [
+        (p, _pins(page, target).get(text_of(p), "")) for p in (f"{x}:{symbol}" for x in paths)
+    ]
     places.sort(key=lambda place: not place[1])  # with a known text first
-    if places:
-        first, known = places[0]
-        changes = statements.changes(old.lines(target), new.lines(first))
-        moved = tuple(place for place, _ in places)
-        return TargetDrift(target, "moved", known, tuple(changes), places=moved)
     lines = old.lines(target)
-    matches = similar.most_similar(new.tree, target, lines) if lines else []
+    matches = similar.most_similar(new.tree, target, lines) if lines and not places else []
+    renamed = next(
+        (m.target for m in matches if similar.is_new_name(target, m, old.plan.survey)), ""
+    )
+    if renamed:
+        places = [(renamed, _pins(page, target).get(text_of(renamed), ""))]
     fixed = bool(matches) and similar.is_fixed_there(page, survey, target, matches[0])
-    return TargetDrift(target, "gone", nearest=tuple(matches), fixed_there=fixed)
+    if not places:
+        return TargetDrift(target, "gone", nearest=tuple(matches), fixed_there=fixed)
+    first, known = places[0]
+    changes = tuple(statements.changes(lines, new.lines(first)))
+    moved = tuple(place for place, _ in places)
+    return TargetDrift(target, "moved", known, changes, places=moved, fixed_there=fixed)
 
 
 def _changed(

@@ -37,6 +37,7 @@ def as_json(drift: Drift) -> dict[str, Any]:
         "megatron": {"version": drift.new.tree.version, "root": str(drift.new.tree.root)},
         "old": _side_json(drift.old),
         "new": _side_json(drift.new),
+        "unserved": [page.page.name for page in drift.unserved],
         "patches": [_page_json(page, drift) for page in drift.pages],
     }
 
@@ -58,6 +59,7 @@ def _page_json(page: PageDrift, drift: Drift) -> dict[str, Any]:
         "detail": page.new.detail,
         "proof": page.proof,
         "proved": page.proved,
+        "recipes": list(page.recipes),
         "targets": [target.as_json() for target in page.targets],
         "todo": sentence,
         "next": command,
@@ -94,6 +96,13 @@ def advice(page: PageDrift, drift: Drift) -> tuple[str, str]:
         return "restore upstream's file, then compare again", page.new.next
     if page.word == "conflict":
         return f"{page.new.next}: {page.new.detail}", f"cppmega explain {name}"
+    if page.recipes:
+        return (
+            f"port it: add an Edit for the text of NEW to {page.page.path} and pin it; until then, "
+            f"train {_listed(page.recipes)} with {drift.old.label}"
+            if page.old.state in NEEDED
+            else f"port it: add an Edit for the text of NEW to {page.page.path} and pin it"
+        ), f"cppmega explain {name}"
     if page.word == "unported":
         return (
             f"if the bug is still there, add an Edit for its place to {page.page.path} and pin it; "
@@ -108,6 +117,8 @@ def _repair(page: PageDrift, pin: str) -> tuple[str, str]:
     moved = next((target for target in page.targets if target.word == "moved"), None)
     if moved is not None:
         place = moved.places[0]
+        if moved.fixed_there:
+            return f"{place} has the fix: declare it in fixed_upstream() of {file}", ""
         text = "the same text" if not moved.changes else "a different text"
         return (
             f"it is in {place} now, with {text}: add an Edit with that target to {file}, "
@@ -149,7 +160,7 @@ def lines(drift: Drift) -> Iterator[str]:
     width = max((len(page.page.name) for page in drift.pages), default=0)
     quiet: dict[str, list[str]] = {}
     for page in drift.pages:
-        if page.safe and page.word in ("same", "not-needed", "not-compared"):
+        if page.safe and page.word in ("same", "not-needed", "not-compared", "unported"):
             retired = page.new.state == "upstreamed"
             word = f"upstreamed{_proof(page)}" if retired else page.word
             quiet.setdefault(word, []).append(page.page.name)
@@ -193,8 +204,16 @@ def summary(page: PageDrift, drift: Drift) -> str:
         return page.proved
     if page.word == "upstreamed":
         return f"upstreamed{_proof(page)}; {page.new.detail or MEANING[page.word]}"
+    if page.recipes:
+        before = ", applied before" if page.old.state in NEEDED else ""
+        return (
+            f"{page.new.state} now{before}: {_listed(page.recipes)} cannot be built; "
+            f"{page.new.detail}"
+        )
     if page.word == "not-applicable" or not page.safe:
         detail = page.new.detail or MEANING[page.word]
+        if page.word == "moved" and page.new.state != "moved":
+            detail = "the target has another name"
         if page.old.state == "upstreamed" and not page.safe:
             detail += f"; {old} has upstream's fix"
         return detail
@@ -211,7 +230,7 @@ def target_lines(target: TargetDrift, page: PageDrift) -> Iterator[str]:
         return
     summaries: dict[str, str] = {
         "same": "the same text",
-        "moved": f"now {' or '.join(target.places)}",
+        "moved": f"now {' or '.join(target.places)}" + ", with the fix" * target.fixed_there,
         "gone": "gone" + _nearest(target),
         "added": "edited in NEW only",
         "left": "edited in OLD only",
@@ -315,6 +334,10 @@ def _cut(text: str) -> str:
     return text if len(text) <= _WIDTH else text[: _WIDTH - 4] + " ..."
 
 
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names)
+
+
 def closing(drift: Drift) -> str:
     """Return the last line: whether the upgrade is safe."""
     new = drift.new.label
@@ -323,6 +346,12 @@ def closing(drift: Drift) -> str:
     for sentence, safe in (("upstream lost its fix again", True), ("may have lost its fix", False)):
         lost = [p.page.name for p in drift.pages if p.word == "lost-again" and p.safe is safe]
         also += f"; {sentence}: {', '.join(lost)}" if lost else ""
+    if drift.unserved:
+        names = _listed([page.page.name for page in drift.unserved])
+        verb = "patch does" if len(drift.unserved) == 1 else "patches do"
+        also += f"; {len(drift.unserved)} {verb} not serve {new}: {names}"
+    recipes = dict.fromkeys(recipe for page in drift.unserved for recipe in page.recipes)
+    also += f"; {_listed(list(recipes))} cannot be built there" if recipes else ""
     total = f"{sum(page.word != 'not-compared' for page in drift.pages)} patches"
     if unsafe:
         return f"not safe: {len(unsafe)} of {total} need work for {new}: {', '.join(unsafe)}{also}"

@@ -9,7 +9,7 @@ from cppmega.authoring import statements
 from cppmega.authoring.similar import Match
 from cppmega.authoring.statements import StatementChange
 from cppmega.overlay.plan import Plan
-from cppmega.overlay.verdict import FAILURES, Proof, Verdict
+from cppmega.overlay.verdict import Proof, Verdict
 from cppmega.page import Edit, Page
 from cppmega.tree.installed import Tree
 
@@ -35,7 +35,7 @@ MEANING: dict[Word, str] = {
     "lost-again": "OLD has the fix, NEW has the bug again",
     "not-fixed": "the text of NEW looks fixed, but the proof fails on it",
     "changed": "the text that the patch edits has changed",
-    "moved": "the target is in another file",
+    "moved": "the target is in another file, or has another name",
     "gone": "no definition has that name anymore",
     "unknown": "the text is known neither in OLD nor in NEW, or only NEW has the feature",
     "newly-needed": "OLD does not need the patch, NEW does, and its text is known",
@@ -47,7 +47,7 @@ MEANING: dict[Word, str] = {
     "ambiguous": "the target is defined more than once",
     "foreign": "a file of NEW differs from upstream's",
     "conflict": "two pages edit one symbol and declare no order",
-    "unported": "OLD needs the patch, and what it depends on does not exist in NEW",
+    "unported": "nobody has ported the patch to NEW; unsafe if OLD or a recipe needs it",
 }
 
 TargetWord = Literal["same", "changed", "moved", "gone", "added", "left", "ambiguous", "unreadable"]
@@ -100,13 +100,15 @@ class PageDrift:
     """The result of the proof, for a page that NEW upstreamed; None if it did not run."""
     proved: str = ""
     """The detail of that proof."""
+    recipes: tuple[str, ...] = ()
+    """Recipes that need the patch, where NEW serves it no more."""
 
     @property
     def safe(self) -> bool:
         """Whether `apply` would succeed with the page on NEW, and rightly so."""
         if self.word in ("not-compared", "not-fixed"):
             return self.word == "not-compared"
-        return self.new.state not in FAILURES
+        return not self.new.failed and not self.recipes
 
 
 @dataclass
@@ -160,5 +162,10 @@ class Drift:
 
     @property
     def safe(self) -> bool:
-        """Whether `apply` would succeed on NEW."""
+        """Whether `apply` would succeed on NEW, and the recipes have what they need there."""
         return all(page.safe for page in self.pages)
+
+    @property
+    def unserved(self) -> list[PageDrift]:
+        """Patches that serve OLD, or a recipe needs, and that have nothing to patch in NEW."""
+        return [page for page in self.pages if page.recipes or page.new.served]

@@ -23,6 +23,10 @@ _RARE = 16
 """Number of long names of a definition by which the files that may contain it are found."""
 _ALIKE = 0.7
 """Minimum likeness. Any two functions share about half of their words."""
+_ALIKE_BY_NAME = 0.5
+"""The same for a definition of the same file that has the same last name."""
+_RENAMED = 0.85
+"""Likeness with which a definition that OLD lacks is the one that is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,21 @@ def is_fixed_there(page: Page, survey: Survey, target: str, match: Match) -> boo
         return False
 
 
+def is_new_name(target: str, match: Match, old: Survey) -> bool:
+    """Whether a match is the definition that is gone, under another name.
+
+    Args:
+        old: the tree that has the target; it has no definition of the new name.
+    """
+    alike = match.likeness >= _RENAMED or _last_name(match.target) == _last_name(target)
+    return alike and not old.exists(match.target)
+
+
+def _last_name(target: str) -> tuple[str, str]:
+    path, _, symbol = target.partition(":")
+    return path, symbol.rpartition(".")[2]
+
+
 def most_similar(tree: Tree, target: str, lines: Sequence[str], limit: int = 3) -> list[Match]:
     """Return the definitions that are most similar to given statements, best first.
 
@@ -86,8 +105,10 @@ def most_similar(tree: Tree, target: str, lines: Sequence[str], limit: int = 3) 
         for name, node in _definitions(tree, file):
             if isinstance(node, ast.ClassDef) != is_class or (file == path and name == symbol):
                 continue
-            likeness = _likeness(lines, words, node)
-            if likeness >= _ALIKE:
+            namesake = _last_name(f"{file}:{name}") == _last_name(target)
+            enough = _ALIKE_BY_NAME if namesake else _ALIKE
+            likeness = _likeness(lines, words, node, enough)
+            if likeness >= enough:
                 names = SequenceMatcher(None, symbol, name).ratio()
                 match = Match(f"{file}:{name}", likeness)
                 scored.append((likeness + names / 4, match))
@@ -138,8 +159,8 @@ def _definitions(tree: Tree, path: str) -> Iterator[tuple[str, Definition]]:
             pending.append((f"{prefix}{node.name}.", node))
 
 
-def _likeness(lines: Sequence[str], words: set[str], node: Definition) -> float:
-    """Return the share of words that both have in common, in the same order."""
+def _likeness(lines: Sequence[str], words: set[str], node: Definition, enough: float) -> float:
+    """Return the share of words that both have in common, in the same order; 0 below `enough`."""
     theirs = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
     theirs |= {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
     # With few names in common, the slow comparison is not worthwhile.
@@ -148,6 +169,6 @@ def _likeness(lines: Sequence[str], words: set[str], node: Definition) -> float:
     ours = _WORD.findall("\n".join(lines))
     other = _WORD.findall("\n".join(statements.of_definition(node)))
     matcher = SequenceMatcher(None, ours, other, autojunk=False)
-    if matcher.real_quick_ratio() < _ALIKE or matcher.quick_ratio() < _ALIKE:
+    if matcher.real_quick_ratio() < enough or matcher.quick_ratio() < enough:
         return 0.0
     return matcher.ratio()

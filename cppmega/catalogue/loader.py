@@ -24,7 +24,6 @@ from cppmega.host import env, load_file, paths
 from cppmega.host.containment import compared_once
 from cppmega.page import KINDS, PURPOSES, REACHED, Page, Patch, left_alone
 from cppmega.rewriting.code_text import code_of
-from cppmega.rewriting.source import plain
 from cppmega.tree.installed import PACKAGES
 
 LABELS = ("What", "Why", "Upstream", "Remove", "Numerics")
@@ -356,17 +355,6 @@ def _patch_problems(patch: Patch) -> list[str]:
             seen.add((edit.target, version))
         if edit.mark == "" and edit.kind != "source":
             problems.append(f"mark='' on {edit.target} is allowed for kind source only")
-    targets = {plain(edit.target) for edit in patch.edits}
-    for feature in patch.feature:
-        path, _, symbol = plain(feature).partition(":")
-        parts = symbol.split(".")
-        around = {f"{path}:{'.'.join(parts[:count])}" for count in range(1, len(parts) + 1)}
-        if around & targets:
-            problems.append(
-                f"feature {feature!r} is a target of the page, or is defined in one: if upstream "
-                "renamed it, the patch would silently disappear. Name what the bug depends on, or "
-                "leave `feature` out"
-            )
     for version in sorted({version for _, version in seen}):
         done = [e for e in patch.edits if version in e.pins and e.edit is not left_alone]
         if done and patch.reached != "never" and not any(map(patch.marks, done)):

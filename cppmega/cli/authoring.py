@@ -23,12 +23,21 @@ from cppmega.cli.reports.option import Reports, report_option
     is_flag=True,
     help="For patches whose fix is in NEW's text, run the proofs on NEW's code, which is imported.",
 )
+@click.option(
+    "--recipe",
+    "recipes",
+    multiple=True,
+    metavar="NAME|FILE",
+    help="A recipe that you train: the patches that it needs must serve NEW; repeatable.",
+    shell_complete=completion.recipes,
+)
 @json_option
 def drift(
     old: str,
     new: str,
     patches: Sequence[Path],
     prove: bool,
+    recipes: Sequence[str],
     as_json: bool,
     reports: Reports,
 ) -> None:
@@ -42,11 +51,11 @@ def drift(
     \b
     same          the text that the patch edits is unchanged
     changed       it has changed: in statements that the edit replaces (!), or next to them (~)
-    moved, gone   it is elsewhere, or absent; shows its new place, or what resembles it most
+    moved, gone   it is elsewhere or renamed, or absent; shows its place, or what is most like it
     upstreamed    NEW has the fix and the patch retires; --prove tests that the fix works
     not-fixed     NEW's text has the fix, but fails the proof
     newly-needed  NEW needs the patch, OLD did not
-    unported      OLD needs the patch, and NEW lacks what it depends on
+    unported      nobody has ported the patch to NEW; unsafe if OLD has it, or --recipe needs it
     lost-again    OLD has the fix, NEW has the bug again
 
     Exit status 0: after the upgrade every patch that OLD needs is known or fixed upstream.
@@ -58,15 +67,21 @@ def drift(
     from cppmega.catalogue import loader as catalogue
     from cppmega.cli.reports import answers
     from cppmega.host import console
+    from cppmega.overlay.wanted import wanted_patches
+    from cppmega.recipe import index
     from cppmega.tree import resolve
 
     pages = catalogue.load(patches)
+    wanted: dict[str, list[str]] = {}
+    for recipe in map(index.load, recipes):
+        for name in wanted_patches(recipe, pages):
+            wanted.setdefault(name, []).append(recipe.name)
     with tempfile.TemporaryDirectory(prefix="cppmega-drift-") as scratch:
         sides = [
             (name, resolve.tree_of(name, Path(scratch) / place, console.say))
             for name, place in ((old, "old"), (new, "new"))
         ]
-        found = drifting.compare(sides[0], sides[1], pages)
+        found = drifting.compare(sides[0], sides[1], pages, wanted)
         if prove:
             from cppmega.proof import verify
 

@@ -8,13 +8,14 @@ from typing import Any
 from cppmega.host.console import Style
 from cppmega.host.table import Row, table
 from cppmega.overlay.verbs import Outcome
-from cppmega.overlay.verdict import FAILURES, MEANING, Verdict
+from cppmega.overlay.verdict import MEANING, Verdict
 
 _STYLES: dict[str, Style] = {
     "applied": "good",
     "armed": "good",
     "pending": "waiting",
     "upstreamed": "note",
+    "unported": "waiting",
 }
 STATE_WIDTH = 14
 """Wide enough for the usual states, so that successive tables are aligned."""
@@ -28,12 +29,11 @@ def print_verdicts(verdicts: Iterable[Verdict]) -> None:
 
 
 def _rows(verdict: Verdict) -> Iterator[Row]:
-    failed = verdict.state in FAILURES
     in_code = verdict.state in ("applied", "armed")
     detail = verdict.detail or (f"proof {verdict.proof}" if in_code else verdict.target)
-    style = "bad" if failed else _STYLES.get(verdict.state)
+    style = "bad" if verdict.failed else _STYLES.get(verdict.state)
     yield Row((verdict.state, verdict.name, detail), style)
-    if failed:
+    if verdict.failed:
         yield Row(("", "", f"{verdict.target}: {MEANING[verdict.state]}"))
         if verdict.next:
             yield Row(("", "", f"next: {verdict.next}"))

@@ -132,7 +132,7 @@ def _refuse_no_receipt(loaded: receipt.Loaded, root: Path | None) -> None:
 
 
 def _refuse_incomplete(plan: Plan, applied: Receipt) -> None:
-    wrong = [v for v in plan.verdicts.values() if v.state in overlay.BLOCKING]
+    wrong = [v for v in plan.verdicts.values() if v.blocks]
     if not wrong and overlay_digest(applied) == applied.digest:
         return
     named = "; ".join(f"{v.name} is {v.state} ({v.target}) {v.detail}" for v in wrong)

@@ -13,6 +13,7 @@ from cppmega.overlay.survey import MISSING, Survey
 from cppmega.overlay.verdict import PatchState, Verdict
 from cppmega.page import Edit, Page, left_alone
 from cppmega.rewriting.marks import COMMENT
+from cppmega.rewriting.source import plain
 from cppmega.tree.installed import PACKAGES, Origin, Tree, sha256
 from cppmega.tree.resolve import label_of, requirement
 
@@ -70,8 +71,9 @@ def view(
     written = list(interrupted.get(path, ()))
     written += [Written(entry.before, entry.after)] if entry is not None else []
     if origin == "unverified":
-        # Nothing vouches for the file: its text before the first apply counts as pristine.
-        wanted = written[-1].before if written else now
+        # Nothing vouches for the file: its text before the first apply counts as pristine, unless
+        # the file has been replaced by another one of upstream's since.
+        wanted = written[-1].before if written and contains_patch(current) else now
     if now == wanted:
         committed = origin == "git" and contains_patch(current)
         return FileView(path, current, current, origin, False, COMMITTED if committed else "")
@@ -128,21 +130,36 @@ def diagnose(
     for distribution in page.patch.distributions:
         if not tree.has(distribution):
             return _without_edits(page, "not-applicable", _absence(tree, distribution))
-    for target in page.patch.feature:
+    for target in _features(page):
         known = target.partition(":")[0] not in blind
         if known and not survey.exists(target) and not survey.elsewhere(target):
             return _without_edits(page, "not-applicable", f"{target} does not exist in this tree")
     if survey.fixed(page) and not blind & survey.read_for_fixed(page):
         return _without_edits(page, "upstreamed", "the code already contains the fix")
+    for target in page.patch.builds_on:
+        if target.partition(":")[0] not in blind and not survey.exists(target):
+            detail = f"nobody has ported it: {target} does not exist in this tree"
+            return _without_edits(page, "unported", detail)
     if blind:
         # In a file that is not upstream's, a missing feature or a present fix proves nothing.
         return Diagnosis(verdict=_unknown(page, tree, upstream, min(blind)))
     return Diagnosis(verdict=_failure(page, tree, survey, of_upstream, upstream))
 
 
+def _features(page: Page) -> list[str]:
+    """Definitions whose absence shows that there is nothing to fix.
+
+    A target of the page, and what it defines, are none of them: upstream may have renamed it.
+    """
+    targets = {plain(edit.target) for edit in page.patch.edits}
+    own = tuple(f"{target}." for target in targets)
+    return [f for f in page.patch.feature if not f"{plain(f)}.".startswith(own)]
+
+
 def _upstream_views(page: Page, views: Mapping[str, FileView]) -> dict[str, FileView]:
     """The files of a page and of its feature, each as upstream has it where that text is known."""
-    paths = {e.path for e in page.patch.edits} | {f.partition(":")[0] for f in page.patch.feature}
+    depended = (*page.patch.feature, *page.patch.builds_on)
+    paths = {e.path for e in page.patch.edits} | {f.partition(":")[0] for f in depended}
     return {
         path: replace(views[path], current=views[path].pristine, story="")
         if views[path].foreign and views[path].pristine is not None
@@ -290,18 +307,32 @@ def _explained(
         return "ambiguous", f"it is defined {fingerprint[1:]} times", f"cppmega explain {page.name}"
     if fingerprint.startswith("!"):
         return "drifted", fingerprint[1:].rstrip("."), restore
-    if views[path].foreign:
-        detail = "its text is not upstream's: it was edited by hand or by another tool"
+    if views[path].foreign and _edited_since(target, fingerprint, page, survey, views[path]):
+        detail = (
+            f"it differs from {_voucher(views[path])}: it was edited by hand or by another tool"
+        )
         return "drifted", detail, restore
     edits = [edit for edit in page.patch.edits if edit.target == target]
     versions = dict.fromkeys(version for edit in edits for version in edit.pins)
     return "drifted", f"its text matches no known version ({', '.join(versions)})", compare
 
 
+def _edited_since(
+    target: str, fingerprint: str, page: Page, survey: Survey, file: FileView
+) -> bool:
+    """Whether the text of a target in an edited file is not that of its own release or commit.
+
+    Where upstream's text is not at hand, as in a wheel, the difference is that of the file.
+    """
+    edit = next(edit for edit in page.patch.edits if edit.target == target)
+    return file.pristine is None or survey.fingerprint(file.pristine, edit) != fingerprint
+
+
 def _unknown(page: Page, tree: Tree, views: Mapping[str, FileView], path: str) -> Verdict:
     """The verdict where an edited file hides whether upstream's text needs the patch."""
     file = views[path]
-    named = [*(edit.target for edit in page.patch.edits), *page.patch.feature]
+    targets = (edit.target for edit in page.patch.edits)
+    named = [*targets, *page.patch.feature, *page.patch.builds_on]
     target = next(target for target in named if target.partition(":")[0] == path)
     what = file.story or (ORPHANED if file.orphaned else f"{path} differs from {_voucher(file)}")
     detail = f"{what}, so that it is unknown whether the patch is needed"

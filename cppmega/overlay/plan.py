@@ -13,7 +13,7 @@ from cppmega.catalogue.revision import changed, engine_revision
 from cppmega.overlay.diagnose import Diagnosis, FileView, diagnose, view
 from cppmega.overlay.receipt import Loaded, PatchedPage, Receipt, Written
 from cppmega.overlay.survey import Survey
-from cppmega.overlay.verdict import DONE, FAILURES, NEEDED, Proof, Verdict
+from cppmega.overlay.verdict import DONE, NEEDED, Proof, Verdict
 from cppmega.page import Edit, Page
 from cppmega.tree.installed import Tree, sha256
 
@@ -56,12 +56,12 @@ class Plan:
     @property
     def failures(self) -> list[Verdict]:
         """Verdicts that stop an apply."""
-        return [v for v in self.verdicts.values() if v.state in FAILURES]
+        return [v for v in self.verdicts.values() if v.failed]
 
     @property
     def finished(self) -> bool:
         """Whether no page is in a failure state or pending."""
-        return not any(v.state in FAILURES or v.state == "pending" for v in self.verdicts.values())
+        return not any(v.blocks for v in self.verdicts.values())
 
     def up_to_date(self, path: str) -> bool:
         """Whether, by the receipt, a file already has the text that its edits produce."""
@@ -123,7 +123,8 @@ def make(
     plan = Plan(tree, loaded, pages, survey, excluded=dict(sorted((excluded or {}).items())))
     plan.gates = gates.values(pages.values(), environment)
     paths = {edit.path for page in pages.values() for edit in page.patch.edits}
-    paths |= {f.partition(":")[0] for page in pages.values() for f in page.patch.feature}
+    depended = (f for p in pages.values() for f in (*p.patch.feature, *p.patch.builds_on))
+    paths |= {target.partition(":")[0] for target in depended}
     for path in sorted(paths | set(loaded.receipt.files) | set(interrupted or {})):
         plan.views[path] = view(tree, loaded, path, interrupted or {})
     changed_here = {p: v for p, v in plan.views.items() if v.patched or v.foreign}
@@ -172,17 +173,19 @@ def _off(page: Page, excluded: Mapping[str, str], environment: Mapping[str, str]
 
 
 def _refuse_vanished(plan: Plan) -> None:
-    """Make patches that were applied before, and that are not applicable now, failures.
+    """Make patches that were applied before, and have nothing to patch now, failures.
 
     A feature that upstream renamed looks like one that it removed, and the bug would train on.
     """
     before = plan.loaded.receipt.once_applied
-    gone = {n: v for n, v in plan.verdicts.items() if v.state == "not-applicable" and n in before}
+    vanished = ("not-applicable", "unported")
+    gone = {n: v for n, v in plan.verdicts.items() if v.state in vanished and n in before}
     words = "".join(f" --without {name}" for name in gone)
     for name, verdict in gone.items():
         plan.verdicts[name] = replace(
             verdict,
             state="unported",
+            served=before[name],
             detail=f"{verdict.detail}, but the patch applied to megatron-core {before[name]}",
             next=f"port it, if the bug is still there (cppmega explain {name}); if nothing is left "
             f"to fix, say so once: python -m cppmega.apply_patches{words}",

@@ -21,15 +21,12 @@ from cppmega.overlay.plan import Plan
 from cppmega.overlay.receipt import Receipt
 from cppmega.overlay.recovery import recovered
 from cppmega.overlay.survey import Survey
-from cppmega.overlay.verdict import DONE, FAILURES, NEEDED, Verdict
+from cppmega.overlay.verdict import DONE, NEEDED, Verdict
 from cppmega.page import Page
 from cppmega.rewriting import code_text
 from cppmega.tree.installed import Tree, find_root
 
 Say = Callable[[str], None]
-
-BLOCKING = FAILURES | {"pending"}
-"""States with which a run must not start."""
 
 
 def _silent(message: str) -> None:

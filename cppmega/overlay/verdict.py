@@ -40,7 +40,8 @@ MEANING: dict[PatchState, str] = {
     "conflict": "two pages edit one symbol without a declared order",
     "too-late": "its module was imported before the patch was armed",
     "stale-reference": "something still holds the original object",
-    "unported": "it applied before, and what it depends on does not exist in this tree",
+    "unported": "it has not been ported to this tree; a failure if it applied before, or a recipe "
+    "needs it",
 }
 PROOFS: dict[Proof, str] = {
     "passed": "the proof holds: on this machine, or as it was recorded on a GPU",
@@ -58,9 +59,9 @@ FAILURES: frozenset[PatchState] = frozenset(
         "conflict",
         "too-late",
         "stale-reference",
-        "unported",
     }
 )
+"""`unported` is one only for a patch that applied before, or that a recipe needs."""
 DONE: frozenset[PatchState] = frozenset({"applied", "armed"})
 NEEDED: frozenset[PatchState] = DONE | {"pending"}
 
@@ -78,6 +79,18 @@ class Verdict:
     targets: tuple[str, ...] = field(default=())
     next: str = ""
     """The command that resolves a failure; empty otherwise."""
+    served: str = ""
+    """The version of megatron-core to which a patch that is now unported applied before."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it stops an apply."""
+        return self.state in FAILURES or bool(self.served)
+
+    @property
+    def blocks(self) -> bool:
+        """Whether a run must not start with it."""
+        return self.failed or self.state == "pending"
 
     def as_json(self) -> dict[str, Any]:
         """One entry of `patches` in the JSON answer."""

@@ -99,6 +99,8 @@ def patch_missing(
         tree = session.read_tree()
         absent = [d for d in session.pages[name].patch.distributions if not tree.has(d)]
         lacks = f"install {', '.join(absent)} in {session.root}, then " if absent else ""
+        if verdict is not None and verdict.state in ("unported", "not-applicable") and not absent:
+            lacks = f"use a Megatron that it serves (cppmega explain {name}), or port it; then "
     return CppmegaError(
         "patch-missing",
         f"Recipe {recipe.name} needs the patch {name}; in {session.root} it is {state}.",

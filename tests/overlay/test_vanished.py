@@ -7,9 +7,9 @@ import shutil
 import pytest
 
 from cppmega.catalogue import loader as catalogue
-from cppmega.errors import CppmegaError
+from tests.support.git import commit_all
 from tests.support.lab import FILES, TARGET, A, B, Lab
-from tests.support.made import dist_info, pin, snapshot, write
+from tests.support.made import dist_info, pin, write
 
 LAYER = f"{A}:Layer"
 
@@ -26,13 +26,10 @@ LAYER = f"{A}:Layer"
 )
 def test_a_target_is_no_feature(lab: Lab, target: str, feature: str) -> None:
     """If upstream renamed it, the patch would be `not-applicable`, and the bug would train on."""
+    lab.files[A] = FILES[A].replace(b"double", b"treble").replace(b"Layer", b"Block")
     lab.wheel()
-    theirs = lab.pages / "theirs"
-    lab.page("theirs", target, pins={"1.0": "0" * 16}, feature=(LAYER, feature), folder=theirs)
-    before = snapshot(lab.root)
-    with pytest.raises(CppmegaError, match=f"theirs .* feature '{feature}'") as caught:
-        lab.apply(theirs)
-    assert caught.value.name == "bad-page" and snapshot(lab.root) == before
+    lab.page(target=target, pins={"0.9": "0" * 16}, feature=(feature,))
+    assert lab.refused().state == "absent"
 
 
 def test_a_class_around_a_target_is_a_feature(lab: Lab) -> None:
@@ -97,3 +94,80 @@ def test_a_package_that_was_removed_takes_no_patch_with_it(lab: Lab) -> None:
     verdict = lab.refused()
     assert verdict.state == "unported" and "liger-kernel is not installed" in verdict.detail
     assert lab.apply(without=("page",)).ok
+
+
+# -- a page that nobody has ported ---------------------------------------------------------------
+
+
+def _unported(lab: Lab) -> None:
+    lab.page(pins={"0.9": "0" * 16}, builds_on=(f"{B}:later",))
+    lab.page("other", f"{B}:single", 'replacing("x", "x + 1", times=1)')
+
+
+def test_an_unported_page_stops_nothing(lab: Lab) -> None:
+    """Neither is there nothing to fix, nor does anybody miss it."""
+    lab.wheel()
+    _unported(lab)
+    assert lab.apply().ok
+    lab.applied("other")
+    verdict = lab.verdict()
+    assert (verdict.state, verdict.failed, verdict.next) == ("unported", False, "")
+    assert f"{B}:later does not exist" in verdict.detail
+
+
+def test_upstreams_fix_makes_an_unported_page_unnecessary(lab: Lab) -> None:
+    lab.wheel()
+    lab.page(pins={"0.9": "0" * 16}, builds_on=(f"{B}:later",), fixed="True")
+    assert lab.verdict().state == "upstreamed"
+
+
+def test_a_page_that_applied_and_is_not_ported_is_a_failure(lab: Lab) -> None:
+    lab.files[B] = FILES[B] + b"\n\ndef later(x):\n    return x\n"
+    lab.wheel("1.0")
+    lab.page(builds_on=(f"{B}:later",))
+    assert lab.apply().ok
+    lab.files[B] = FILES[B]
+    _upgrade(lab, FILES[A].replace(b"double", b"treble"))
+    verdict = lab.refused()
+    assert (verdict.state, verdict.failed) == ("unported", True)
+    assert "megatron-core 1.0" in verdict.detail and "--without page" in verdict.next
+
+
+def test_an_edited_file_does_not_show_that_a_page_is_unported(lab: Lab) -> None:
+    lab.wheel()
+    _unported(lab)
+    (lab.root / B).write_bytes(FILES[B] + b"\n# a note\n")
+    verdict = lab.refused()
+    assert (verdict.state, verdict.target) == ("foreign", f"{B}:later")
+
+
+# -- whose text a text is ------------------------------------------------------------------------
+
+
+def test_an_unknown_commit_is_not_edited_by_hand(lab: Lab) -> None:
+    """A comment in a file makes none of its texts edited: they are those of the commit."""
+    lab.files[A] = FILES[A].replace(b"return x + x", b"return x + x + 0")
+    commit_all(lab.export())
+    lab.page(pins={lab.root.name: pin(FILES[A], "double")})
+    (lab.root / A).write_bytes(lab.files[A] + b"\n# a note\n")
+    verdict = lab.refused()
+    assert verdict.state == "drifted" and "matches no known version" in verdict.detail
+    lab.page(pins={"0.9": pin(lab.files[A], "double")})
+    lab.change(A, b"x + x + 0", b"x + x + 1")
+    verdict = lab.refused()
+    assert verdict.state == "drifted" and "differs from the commit: it was edited by hand" in (
+        verdict.detail
+    )
+
+
+def test_a_newer_export_over_a_patched_one_is_upstreams(lab: Lab) -> None:
+    """Nothing vouches for either: the text without any patch in it counts as pristine."""
+    lab.export()
+    lab.page(pins={"1.0": pin(FILES[A], "double")})
+    assert lab.apply().ok
+    lab.files[A] = FILES[A].replace(b"LIMIT = 1", b"LIMIT = 2")
+    lab.export()
+    assert lab.apply().ok
+    assert "LIMIT = 2" in lab.text() and "2 * x" in lab.text()
+    assert lab.revert().ok
+    lab.pristine()

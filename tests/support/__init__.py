@@ -30,7 +30,7 @@ from tests.support import branches
 REPOSITORY = Path(__file__).resolve().parents[2]
 VERSIONS = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
 """The last of each series, with pins of its own and proofs; tests of behavior use these."""
-NOT_NEEDED = ("upstreamed", "not-applicable", "off")
+NOT_NEEDED = ("upstreamed", "not-applicable", "unported", "off")
 RELEASES = (
     *("0.15.0", "0.15.1", "0.15.2", "0.15.3", "0.16.0", "0.16.1"),
     *("0.17.0", "0.17.1", "0.18.0", "0.18.2", "0.19.0", "0.19.2"),

@@ -150,7 +150,7 @@ PATCH = Patch(
     ),
     reached="forward",
     when=adds_embeddings,
-    feature=(ONLY_IN_0_19,),
+    builds_on=(ONLY_IN_0_19,),
     wanted_by=lambda recipe: recipe.adds_to_embedding,
     after=(
         "grad_accumulation_without_apex",

@@ -77,7 +77,7 @@ PATCH = Patch(
     ),
     reached="startup",
     when=has_own_mixers,
-    feature=(ONLY_IN_0_19,),
+    builds_on=(ONLY_IN_0_19,),
     wanted_by=lambda recipe: recipe.has_own_mixers,
     after=("mhc_connections",),
 )

@@ -53,7 +53,7 @@ PATCH = Patch(
     edits=EDITS,
     reached="forward",
     when=uses_mhc,
-    feature=(PRESENT,),
+    builds_on=(PRESENT,),
     wanted_by=lambda recipe: recipe.uses_mhc,
     after=(
         *("cross_entropy_fusion_linear", "dsa_index_share_checkpoints", "dsa_index_share_holder"),

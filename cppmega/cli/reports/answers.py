@@ -15,7 +15,7 @@ from cppmega.cli.reports.entries import Entry, Place, Report, Result
 from cppmega.errors import CppmegaError
 from cppmega.overlay.plan import Plan
 from cppmega.overlay.verbs import Outcome
-from cppmega.overlay.verdict import DONE, FAILURES, MEANING, PROOFS, Proof, Verdict
+from cppmega.overlay.verdict import DONE, MEANING, PROOFS, Proof, Verdict
 from cppmega.page import Page
 from cppmega.rewriting.source import decode, find, parse
 
@@ -56,7 +56,7 @@ def _by_name(meanings: Mapping[Any, str]) -> dict[str, str]:
 
 def of_status(outcome: Outcome, catalogues: Sequence[Path]) -> Report:
     """The states of all patches, and the problems of the tree."""
-    blocked = any(verdict.state in FAILURES for verdict in outcome.verdicts)
+    blocked = any(verdict.failed for verdict in outcome.verdicts)
     found = (_of_verdict(verdict, outcome.plan, catalogues) for verdict in outcome.verdicts)
     patches = (_waiting(one) if blocked and one.rule == "pending" else one for one in found)
     notes = (
@@ -73,17 +73,16 @@ def _waiting(entry: Entry) -> Entry:
 
 
 def _of_verdict(verdict: Verdict, plan: Plan, catalogues: Sequence[Path]) -> Entry:
-    wrong = verdict.state in FAILURES or verdict.state == "pending"
     done: Result = "passed" if verdict.state in DONE else "skipped"
     command = verdict.next or (drift_report.APPLY if verdict.state == "pending" else "")
     meaning = MEANING[verdict.state]
     return Entry(
         name=verdict.name,
         rule=verdict.state,
-        result="failed" if wrong else done,
+        result="failed" if verdict.blocks else done,
         message=f"{meaning}: {verdict.detail}" if verdict.detail else meaning,
         next=carrying(command, catalogues),
-        place=_place(verdict.target, plan, upstream=False) if wrong else None,
+        place=_place(verdict.target, plan, upstream=False) if verdict.blocks else None,
         page=_file_of(plan.pages.get(verdict.name)),
     )
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from cppmega.catalogue import gates
 from cppmega.errors import CppmegaError, did_you_mean
 from cppmega.overlay.diagnose import imported_from
-from cppmega.overlay.verbs import BLOCKING
 from cppmega.overlay.verdict import MEANING, Verdict, summary
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import refuse
@@ -54,7 +53,7 @@ def _missing_patches(context: Context) -> Iterator[CppmegaError]:
             )
             continue
         state = verdicts[name].state
-        if state not in IN_THE_CODE and state not in BLOCKING:
+        if state not in IN_THE_CODE and not verdicts[name].blocks:
             assert context.recipe is not None
             yield patch_missing(context.recipe, context.session, name, verdicts[name])
 
@@ -63,7 +62,7 @@ def _unsound_patches(verdicts: Iterable[Verdict]) -> Iterator[CppmegaError]:
     """Patches with which every rank would refuse to start, one error for each reason."""
     alike: dict[tuple[str, str, str], list[Verdict]] = {}
     for verdict in verdicts:
-        if verdict.state in BLOCKING:
+        if verdict.blocks:
             reason = (verdict.state, verdict.detail, verdict.next)
             alike.setdefault(reason, []).append(verdict)
     for first, *others in alike.values():  # after an upgrade all of them are pending for one reason
