@@ -59,7 +59,6 @@ from cppmega.guard.held import Guard
 from cppmega.guard.ranks import gather, rank, where
 from cppmega.host import env
 from cppmega.overlay import receipt
-from cppmega.overlay import verbs as overlay
 from cppmega.overlay.compute import overlay_digest
 from cppmega.overlay.plan import Plan
 from cppmega.overlay.receipt import Receipt
