@@ -21,6 +21,7 @@ import msgspec
 from cppmega.checkpoints.allowed import Damaged, Inert, NotListed, Unpickler
 from cppmega.checkpoints.tracker import TRACKER
 from cppmega.errors import CppmegaError
+from cppmega.host import json_text
 from cppmega.host.progress import Advance
 
 AT_ONCE = 1 << 30
@@ -236,10 +237,10 @@ def _backend(folder: Path) -> str | None:
     """Return the format that `metadata.json` names; None without that file, as with torch_dcp."""
     try:
         content = (folder / _DISTRIBUTED).read_bytes()
-        return msgspec.json.decode(content, type=_Format).sharded_backend
+        return json_text.decode(content, _Format).sharded_backend
     except FileNotFoundError:
         return None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise Damaged(f"{type(error).__name__}: {error}") from error
 
 

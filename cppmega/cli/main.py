@@ -6,6 +6,7 @@ fast and work in a broken environment.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -23,8 +24,10 @@ from cppmega.cli import runs as cli_runs
 from cppmega.cli import tree as cli_tree
 from cppmega.cli.group import FINE, INTERNAL, NOT_AS_IT_MUST_BE, cli
 from cppmega.errors import CppmegaError
-from cppmega.host import console, containment
+from cppmega.host import console, containment, interrupts
 
+_LONGEST = 500
+_UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 STOPPED = 130
 """Exit status of a process killed by SIGINT, as shells report it."""
 
@@ -46,11 +49,25 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     console.hold_standard_streams()
     containment.last_words = partial(_print, words)
     try:
+        _run(words)
+    except (SystemExit, OSError) as ending:
+        if type(sys.stdout).__name__.endswith("PacifyFlushWrapper"):
+            sys.exit(FINE)  # click has seen that the reader stopped early (`| head`)
+        lost = console.end_of_answer() or (ending if isinstance(ending, OSError) else None)
+        if lost is None:
+            raise
+        console.say(_of_system(lost).render())
+        sys.exit(INTERNAL)
+
+
+def _run(words: list[str]) -> NoReturn:
+    try:
+        interrupts.raise_pending()
         code = cli.main(words, prog_name="cppmega", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else FINE)
     except CppmegaError as error:
         _fail(error, NOT_AS_IT_MUST_BE, words)
-    except click.exceptions.Abort:
+    except (click.exceptions.Abort, KeyboardInterrupt):
         what = "Stopped from the keyboard."
         stopped = CppmegaError("stopped", what, "The work is incomplete.", "run the command again")
         _fail(stopped, STOPPED, words)
@@ -58,20 +75,38 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         what = error.format_message()
         wrong = CppmegaError("wrong-usage", what, "Nothing was done.", "cppmega --help")
         _fail(wrong, INTERNAL, words)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(FINE)
     except Exception as error:
         if isinstance(error, FileNotFoundError) and _folder_gone():
             what = "The working directory of this shell no longer exists."
             gone = CppmegaError("folder-gone", what, "Relative paths cannot be resolved.", "cd ~")
             _fail(gone, NOT_AS_IT_MUST_BE, words)
+        if isinstance(error, OSError) and (error.filename or error.errno in _UNWRITABLE):
+            _fail(_of_system(error), NOT_AS_IT_MUST_BE if error.filename else INTERNAL, words)
         import traceback
 
         traceback.print_exc()
         what = f"{type(error).__name__}: {error}"
         broken = CppmegaError("internal-error", what, "This is a bug.", "report it with the above")
         _fail(broken, INTERNAL, words)
+
+
+def _of_system(error: OSError) -> CppmegaError:
+    """The error of a file that this machine does not give, or of a disk that takes no more."""
+    if not error.filename:
+        return CppmegaError(
+            "cannot-write",
+            f"An answer or a file could not be written: {error.strerror}.",
+            "Whoever reads it would take a part of it for all.",
+            "free space on the disk, and run the command again",
+        )
+    name = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else str(error.filename)
+    shown = name if len(name) <= _LONGEST else f"{name[:_LONGEST]}... ({len(name)} characters)"
+    return CppmegaError(
+        "file-unusable",
+        f"{error.strerror}: {shown}",
+        "The command needs this file or folder.",
+        "correct the path or its permissions, and run the command again",
+    )
 
 
 def _folder_gone() -> bool:

@@ -252,7 +252,7 @@ def _check(name: str) -> str:
     from cppmega.host.paths import PACKAGE
 
     file = PACKAGE / "preflight" / "checks" / f"{name}.py"
-    if not name.isidentifier() or name.startswith("_") or not file.is_file():
+    if not name.isidentifier() or name.startswith("_") or len(name) > 100 or not file.is_file():
         return ""
     return ast.get_docstring(ast.parse(file.read_text())) or ""
 

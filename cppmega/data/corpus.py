@@ -19,6 +19,7 @@ from cppmega.data.index_file import Index
 from cppmega.data.structure import COLUMN
 from cppmega.data.tokenizers import TokenizerRecord
 from cppmega.errors import CppmegaError
+from cppmega.host import json_text
 
 _LOOK = 1 << 20
 """Tokens at each end of a dataset that are checked if it was not read completely yet."""
@@ -136,8 +137,10 @@ def read_card(prefix: Path) -> Card | None:
     """
     path = with_suffix(prefix, ".json")
     try:
-        raw = json.loads(path.read_text())
-        if not isinstance(raw, dict) or "bin_sha256" not in raw:
+        raw = json_text.read(path)
+        if not isinstance(raw, dict) or not raw:
+            raise ValueError("it is not a JSON object with the fields of a card")
+        if "bin_sha256" not in raw:
             return None  # another tool's file of that name
         card = msgspec.convert(raw, Card)
         problem = _card_problem(card, raw.get("fingerprint"))

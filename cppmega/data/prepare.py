@@ -26,7 +26,7 @@ from cppmega.data.sources import Document
 from cppmega.data.structure import COLUMN, DEFINITION
 from cppmega.data.tokenizers import Tokenizer, TokenizerRecord
 from cppmega.errors import CppmegaError
-from cppmega.host import durable
+from cppmega.host import durable, json_text
 
 SHARD_TOKENS = 1 << 24
 """Tokens after which a shard is finished, and the most that are lost when the process is killed."""
@@ -233,7 +233,7 @@ def _begin(out: Path, parts: Path, settings: Settings) -> PrepareProgress:
 
 def _load(parts: Path, saved: Path) -> PrepareProgress:
     try:
-        return msgspec.convert(json.loads(saved.read_text()), PrepareProgress)
+        return msgspec.convert(json_text.read(saved), PrepareProgress)
     except ValueError as error:
         raise CppmegaError(
             "preparation-damaged",

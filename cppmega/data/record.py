@@ -24,6 +24,7 @@ from uuid import uuid4
 import msgspec
 
 from cppmega.data.corpus import Corpus, with_suffix
+from cppmega.host import json_text
 from cppmega.tree import wheels
 
 _SCHEMA = 1
@@ -126,7 +127,7 @@ def _places(prefix: Path) -> tuple[Path, Path]:
 def _load(place: Path) -> Reading | None:
     """Read a record; None if there is none, or it is damaged or another release's."""
     try:
-        raw = json.loads(place.read_text())
+        raw = json_text.read(place)
         seal = raw.pop("seal")
         if seal != _seal(raw) or raw["schema"] != _SCHEMA:
             return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 from cppmega.data.structure import Language, language_of
 from cppmega.errors import CppmegaError
+from cppmega.host import json_text
 
 _LEFT_OUT = {"__pycache__", "node_modules", "site-packages"}
 """Folders of a source tree that hold no sources; hidden ones are left out as well."""
@@ -100,7 +100,7 @@ def _lines(path: Path, key: str, language_key: str | None) -> Iterator[Document]
             if not line.strip():
                 continue
             try:
-                fields = json.loads(line)
+                fields = json_text.loads(line)
                 text = _text(fields, key)
                 language = language_of(_text(fields, language_key)) if language_key else None
             except (ValueError, KeyError, TypeError) as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import msgspec
 
 from cppmega.errors import CppmegaError
+from cppmega.host import json_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -217,7 +217,7 @@ def _end_token(folder: Path) -> str | None:
     """The end token that the files next to a tokenizer name."""
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         try:
-            value = json.loads((folder / file).read_text()).get("eos_token")
+            value = json_text.read(folder / file).get("eos_token")
         except (OSError, ValueError, AttributeError):
             continue
         if isinstance(value, dict):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -27,6 +28,22 @@ def hold_standard_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # the lowest free number
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a path need not be text
+
+
+def end_of_answer() -> OSError | None:
+    """Flush stdout; returns the error if it does not take the answer, and silences it.
+
+    A reader that stops early (`| head`) does not count.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        _mute(sys.stdout)
+        return None if isinstance(error, BrokenPipeError) else error
+    return None
 
 
 def say(message: str) -> None:

@@ -8,7 +8,6 @@ ends the ranks and records how the run ended.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -19,7 +18,7 @@ from typing import Any, NoReturn
 import msgspec
 from msgspec import structs
 
-from cppmega.host import durable, env, process
+from cppmega.host import durable, env, json_text, process
 from cppmega.host.process import end_with_parent
 from cppmega.launch.agent_watch import Watch
 from cppmega.runs import json_file, liveness
@@ -175,7 +174,7 @@ def _message(failure: Any) -> str:
 def _error_file(failure: Any) -> _Message:
     """The error that the rank wrote; empty if a signal ended it or it exited by itself."""
     try:
-        raw = json.loads(Path(failure.error_file).read_text())
+        raw = json_text.read(Path(failure.error_file))
     except (OSError, ValueError, TypeError):
         return _Message()
     record = json_file.decode(raw, _ErrorFile)

@@ -15,6 +15,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from cppmega.errors import CppmegaError
+from cppmega.host import json_text
 from cppmega.tree.installed import Tree, sha256
 
 FOLDER = ".cppmega"
@@ -217,7 +218,7 @@ class _Schema(msgspec.Struct):
 
 def _parse(data: bytes) -> tuple[Receipt, str]:
     """Decode a receipt; the text warns the user if its schema is another one."""
-    outer = msgspec.json.decode(data, type=_Schema)
+    outer = json_text.decode(data, _Schema)
     if outer.schema == SCHEMA:
         return msgspec.json.decode(data, type=Receipt), ""
     if outer.schema < SCHEMA:

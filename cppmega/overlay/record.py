@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from cppmega.host import json_text
 from cppmega.overlay.receipt import Prints, Receipt
 from cppmega.tree import accepted
 
@@ -83,7 +84,7 @@ def dump(record: OverlayRecord) -> str:
 def parse(text: object) -> OverlayRecord | None:
     """Decode the text of `dump`; None for anything else, as in checkpoints of earlier releases."""
     try:
-        return msgspec.convert(json.loads(str(text)), OverlayRecord)
+        return msgspec.convert(json_text.loads(str(text)), OverlayRecord)
     except ValueError:
         return None
 

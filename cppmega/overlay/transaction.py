@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from cppmega.errors import CppmegaError
+from cppmega.host import json_text
 from cppmega.overlay.receipt import FOLDER, Receipt, Written, folder, refuse_link
 from cppmega.tree.installed import Tree, sha256
 
@@ -109,7 +110,7 @@ def interrupted(tree: Tree) -> dict[str, tuple[Written, ...]]:
     if data is None:
         return {}
     try:
-        return msgspec.json.decode(data, type=_Journal).files
+        return json_text.decode(data, _Journal).files
     except (msgspec.MsgspecError, ValueError) as error:
         raise CppmegaError(
             "torn-journal",

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cppmega.errors import CppmegaError
+from cppmega.host import json_text
 from cppmega.overlay.compute import reached_by, stack
 from cppmega.overlay.plan import Plan
 from cppmega.overlay.verdict import Proof
@@ -143,7 +144,7 @@ def _read(path: Path) -> dict[str, list[RecordedProof]]:
     except FileNotFoundError:
         return {}
     try:
-        raw = json.loads(data)
+        raw = json_text.loads(data)
         if raw["schema"] != SCHEMA:
             raise ValueError(f"its schema is {raw['schema']!r}, and this release reads {SCHEMA}")
         return {name: [_from_row(row) for row in rows] for name, rows in raw["proofs"].items()}

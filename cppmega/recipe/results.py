@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from cppmega.host import json_text
 from cppmega.host.paths import shipped
 
 
@@ -32,7 +33,7 @@ def collect(folder: Path) -> list[Result]:
     found = []
     for path in sorted(folder.glob("*.json")):
         try:
-            result = msgspec.json.decode(path.read_bytes(), type=Result)
+            result = json_text.decode(path.read_bytes(), Result)
         except msgspec.DecodeError:
             continue
         found.append(msgspec.structs.replace(result, file=path.name))

@@ -13,18 +13,16 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from cppmega.host import durable
+from cppmega.host import durable, json_text
 
 T = TypeVar("T")
 
 
 def read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object; empty if the file holds none."""
-    if not path.is_file():  # reading a pipe would block
-        return {}
     try:
-        raw = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
+        raw = json_text.read(path)
+    except (OSError, ValueError):
         return {}
     return raw if isinstance(raw, dict) else {}
 

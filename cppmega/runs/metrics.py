@@ -10,6 +10,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
+from cppmega.host import json_text
 from cppmega.runs import json_file
 
 _LAST = 2**16
@@ -144,8 +145,8 @@ def _last_lines(path: Path) -> list[str]:
 
 
 def _decode(line: str, kind: type[T]) -> T | None:
-    with contextlib.suppress(ValueError, RecursionError):  # cut off when the disk was full
-        return json_file.decode(json.loads(line), kind)
+    with contextlib.suppress(ValueError):  # cut off when the disk was full
+        return json_file.decode(json_text.loads(line), kind)
     return None
 
 

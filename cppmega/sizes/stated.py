@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from cppmega.errors import CppmegaError
-from cppmega.host import env
+from cppmega.host import env, json_text
 
 LARGEST = 2**40
 """Far above every size of a run; arithmetic with larger ones would take forever or overflow."""
@@ -45,7 +45,7 @@ def read(
     if not stated:
         return None
     try:
-        sizes = msgspec.json.decode(stated, type=kind)
+        sizes = json_text.decode(stated, kind)
     except msgspec.DecodeError as error:
         raise _misstated(variable, str(error)) from error
     if reason := getattr(sizes, "problem", ""):

@@ -10,6 +10,8 @@ import hashlib
 import json
 from pathlib import Path
 
+from cppmega.host import json_text
+
 TEXT = Path(__file__).with_name("corpus.txt")
 _CARD = "card.json"
 
@@ -27,8 +29,8 @@ def held_out(document: bytes) -> bool:
 def fingerprint(folder: Path) -> str:
     """The fingerprint of the data in a folder, or of what would be built there."""
     try:
-        return str(json.loads((folder / _CARD).read_text())["fingerprint"])
-    except (OSError, ValueError, KeyError):
+        return str(json_text.read(folder / _CARD)["fingerprint"])
+    except (OSError, ValueError, KeyError, TypeError):
         built = (folder / "held_out.idx").exists()  # by a version that wrote no card
         return "unknown" if built else digest(documents())
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from cppmega.host import json_text
+
 CPU = "CPU"
 
 _STEP = re.compile(r"ProfilerStep#\d+$")
@@ -103,7 +105,7 @@ def parse(data: bytes) -> Trace:
     Raises:
         msgspec.DecodeError: the text is not such a trace, or is cut off.
     """
-    file = msgspec.json.decode(data, type=_File)
+    file = json_text.decode(data, _File)
     by_category: dict[str, list[_Event]] = defaultdict(list)
     for event in file.trace_events:
         if event.ph == "X":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -316,9 +317,28 @@ def test_a_card_that_disagrees(
 
 def test_a_file_of_that_name_which_is_not_a_card(tmp_path: Path, sources: Path) -> None:
     prepared(tmp_path / "out", sources)
-    for text in ('{"text": "the source of it"}', "[1, 2]"):
-        (tmp_path / "out.json").write_text(text)
-        assert corpus.open_(tmp_path / "out").card is None
+    (tmp_path / "out.json").write_text('{"text": "the source of it"}')
+    assert corpus.open_(tmp_path / "out").card is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["null", "[1, 2]", "7", '"card"', "true", "{}", "", "[" * 100_000, '{"a":' * 100_000, "\udcff"],
+    ids=lambda text: text[:5].encode("ascii", "replace").decode(),
+)
+def test_a_card_that_is_no_object(tmp_path: Path, sources: Path, text: str) -> None:
+    prepared(tmp_path / "out", sources)
+    (tmp_path / "out.json").write_text(text, errors="surrogateescape")
+    with pytest.raises(CppmegaError, match="data-broken"):
+        corpus.open_(tmp_path / "out")
+
+
+def test_a_pipe_as_a_card_is_not_read(tmp_path: Path, sources: Path) -> None:
+    prepared(tmp_path / "out", sources)
+    (tmp_path / "out.json").unlink()
+    os.mkfifo(tmp_path / "out.json")
+    with pytest.raises(CppmegaError, match="not a regular file"):
+        corpus.open_(tmp_path / "out")
 
 
 def test_a_dataset_is_not_taken_while_it_is_finished(

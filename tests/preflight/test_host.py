@@ -70,6 +70,9 @@ def test_limits_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ulimit -n" in refuses("limits", "host-limit", launch(SLICE, training_machine=True)).next
     assert [error.name for error in limits.shortages(poor, ranks=2)] == ["host-limit"] * 3
     says_nothing("limits", launch(SMOKE, training_machine=True))
+    for field in ("hidden_size", "ffn_hidden_size"):
+        wide = launch(SMOKE.with_(**{field: 2**40}), training_machine=True)
+        assert "takes" in refuses("limits", "host-limit", wide).what
     monkeypatch.setattr(limits, "measure", lambda: replace(poor, files=20))
     refuses("limits", "host-limit", launch(SMOKE))
 

@@ -13,6 +13,7 @@ from cppmega.host.wording import counted
 from cppmega.preflight.context import Context
 from cppmega.preflight.devices import gib
 from cppmega.preflight.findings import NotApplicable, refuse
+from cppmega.recipe import Recipe, arithmetic
 
 AFTER: tuple[str, ...] = ()
 
@@ -20,6 +21,8 @@ _FILES = 4096
 _FILES_OF_A_LOOP = 256
 _SHARED = 2**27
 """Bytes for NCCL and the data loaders' workers; Docker's default is half of that."""
+_PER_PARAMETER = 16
+"""Bytes: weight, gradient and two moments in fp32."""
 _PER_RANK = 6 * 2**30
 """Bytes: torch, Transformer Engine, NCCL's buffers, one shard of a checkpoint being written."""
 
@@ -44,7 +47,10 @@ def check(context: Context) -> str:
         NotApplicable: the launch runs on CPU, in two small processes.
     """
     if context.recipe is None or not context.needs_gpu:
-        refuse(_too_few_files(measure(), _FILES_OF_A_LOOP))
+        host = measure()
+        refuse(_too_few_files(host, _FILES_OF_A_LOOP))
+        if context.recipe is not None and context.training_machine:
+            refuse(_too_large(host, context.recipe))
         raise NotApplicable("no recipe for GPUs is named")
     if not context.training_machine:
         raise NotApplicable("this machine does not train")
@@ -85,6 +91,19 @@ def shortages(host: Host, ranks: int) -> Iterator[CppmegaError]:
             f"takes about {gib(_PER_RANK)}.",
             "The OOM killer would kill a rank, and the others would hang in a collective.",
             "end other processes on this host, or give the container more memory",
+        )
+
+
+def _too_large(host: Host, recipe: Recipe) -> Iterator[CppmegaError]:
+    """A model of a CPU recipe that cannot be trained in this host's memory."""
+    needed = _PER_PARAMETER * arithmetic.parameters(recipe).total
+    if needed > host.memory:
+        yield CppmegaError(
+            "host-limit",
+            f"The model of {recipe.name} takes {gib(needed)} in each process, and the host has "
+            f"{gib(host.memory)} of memory free.",
+            "The OOM killer would end the run while it builds the model.",
+            "--set hidden_size=... or num_layers=..., with smaller values",
         )
 
 

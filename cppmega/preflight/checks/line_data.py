@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from cppmega.data import corpus
 from cppmega.data import reading as data_reading
 from cppmega.data.reading import Allowance
 from cppmega.errors import CppmegaError
+from cppmega.host import json_text
 from cppmega.preflight.checks.data import how_read
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import NotApplicable
@@ -57,7 +57,7 @@ def named_in(args: Mapping[str, Any]) -> Iterator[str]:
         if args.get("data_args_path"):
             yield from without_weights(Path(args["data_args_path"]).read_text().split())
         if args.get("per_split_data_args_path"):
-            splits = json.loads(Path(args["per_split_data_args_path"]).read_text())
+            splits = json_text.read(Path(args["per_split_data_args_path"]))
             for part in splits.values():
                 yield from without_weights(part.split() if isinstance(part, str) else part or ())
     except (OSError, ValueError, AttributeError, TypeError) as error:
