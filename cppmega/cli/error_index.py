@@ -1,8 +1,8 @@
 """Every error that the code can raise, with its causes and remedies, read from code and rules.
 
-The sentences of an error are written only where it is raised: the index finds each place that
-builds a `CppmegaError` and takes the sentences from there, and those of rules from the rules. What
-is known only at run time is a placeholder.
+The sentences of an error are written only where it is raised: the index follows the statements of a
+module to each place that builds an error of four parts, and takes the sentences of rules from the
+rules. What is known only at run time is a placeholder.
 """
 
 from __future__ import annotations
@@ -10,28 +10,30 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 
 from cppmega.catalogue import loader as catalogue
-from cppmega.cli.error_sentences import (
-    Module,
-    Scope,
-    defaults,
-    parameters,
-    sentences,
-    text_functions,
-)
 from cppmega.errors import CppmegaError, did_you_mean
 from cppmega.host.paths import PACKAGE, shipped
 from cppmega.rules import RULES, recipes
 from cppmega.rules.rule import Rule
 
-_ROOT = "CppmegaError"
-_PARTS = ("name", "what", "why", "next")
+_ALTERNATIVES = 8
+"""Beyond this number, alternatives no longer describe anything."""
+_TEXTS = (ast.JoinedStr, ast.IfExp, ast.BinOp, ast.BoolOp, ast.Name)
+_GENERIC = {"name", "word", "path", "total", "first"}
+"""Words that mean nothing without the one before them."""
+_FUNCTIONS = {
+    *("str", "len", "sorted", "list", "set", "self", "type", "__name__", "min", "max", "gib"),
+    *("replace", "strip", "rstrip", "lower", "resolve", "absolute", "read", "read_text", "counted"),
+    *("fsdecode", "join", "describe", "or", "and", "if", "else", "not", "in", "is", "None"),
+}
+"""Words whose result is named after another one."""
 _FIELDS = re.compile(r"<[^<>]+>")
+_KEBAB = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 _NAMES = re.compile(r"\{(\w+)[^}]*\}")
 """What a rule's sentence names: an option, or what its question has found."""
 
@@ -63,20 +65,10 @@ def index(catalogues: Iterable[Path] = ()) -> Index:
     folders = tuple(catalogues)
     found: dict[str, dict[str, Cause]] = {}
     # What is read from text stays; which pages there are may change within a process.
-    for name, cause in (*_constructed(folders), *rules(folders)):
+    for name, cause in (*_raised(shipped("upstream_patches"), *folders), *rules(folders)):
         alike = _FIELDS.sub("<>", cause.render())  # two callers of a helper word it alike
         found.setdefault(name, {}).setdefault(alike, cause)
     return {name: sorted(found[name].values()) for name in sorted(found)}
-
-
-@cache
-def _constructed(catalogues: tuple[Path, ...]) -> tuple[tuple[str, Cause], ...]:
-    """The errors that are built in the text of a module."""
-    modules = [*_shipped_modules(), *(one for folder in catalogues for one in _pages(folder))]
-    texts = text_functions(modules)
-    for module in modules:
-        module.texts.update(texts)
-    return tuple(_Constructions(modules).causes())
 
 
 def of_rule(rule: Rule, name: str = "arguments-invalid") -> tuple[str, Cause]:
@@ -123,128 +115,203 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 
 @cache
-def _shipped_modules() -> tuple[Module, ...]:
-    pages = shipped("upstream_patches")
-    own = [path for path in sorted(PACKAGE.rglob("*.py")) if not path.is_relative_to(pages)]
-    parts = (("cppmega", *path.relative_to(PACKAGE).with_suffix("").parts) for path in own)
-    return (*map(_parsed, own, parts), *_pages(pages))
+def _raised(*catalogues: Path) -> tuple[tuple[str, Cause], ...]:
+    """The errors that are built in the text of the package, and of catalogues."""
+    pages = [path for folder in catalogues for path in sorted(folder.rglob("*.py"))]
+    own = (path for path in sorted(PACKAGE.rglob("*.py")) if path not in pages)
+    return tuple(cause for path in (*own, *pages) for cause in _of_file(path))
 
 
-def _pages(folder: Path) -> Iterator[Module]:
-    for path in sorted(folder.rglob("*.py")):
-        yield _parsed(path, (folder.name, *path.relative_to(folder).with_suffix("").parts))
-
-
-def _parsed(path: Path, parts: tuple[str, ...]) -> Module:
-    kept = parts[:-1] if parts[-1] == "__init__" else parts
-    return Module(".".join(kept), ast.parse(path.read_text()))
-
-
-class _Constructions:
-    """The places of all modules that build an error, directly or through a helper."""
-
-    def __init__(self, modules: list[Module]) -> None:
-        self.modules = modules
-        self.classes = _subclasses(modules)
-        self.calls: dict[str, list[tuple[Module, ast.Call]]] = {}
-        """Name of what is called -> the calls."""
-        for module in modules:
-            for node in module.nodes:
-                if isinstance(node, ast.Call):
-                    self.calls.setdefault(_called(node), []).append((module, node))
-
-    def causes(self) -> Iterator[tuple[str, Cause]]:
-        """(name, cause) of every construction, except those that pass another error on."""
-        for name in self.classes:
-            for module, call in self.calls.get(name, ()):
-                if len(call.args) == len(_PARTS):
-                    for scope in self._scopes(module, call):
-                        yield from _read(call, scope)
-        for module, definition in _definitions(self.modules):
-            yield from _own_constructor(module, definition, self.classes)
-
-    def _scopes(self, module: Module, call: ast.Call) -> Iterator[Scope]:
-        """The scopes of a construction: one, or one for each call of the helper it is in."""
-        function = module.function_of(call)
-        scope = Scope(module, call)
-        wanted = {node.id for node in ast.walk(call) if isinstance(node, ast.Name)}
-        if function is None or not wanted & set(parameters(function)):
-            yield scope
-            return
-        callers = list(self._callers(module, function.name))
-        for there, calling in callers:
-            outer = Scope(there, calling)
-            given = {name: (node, Scope(module, function)) for name, node in defaults(function)}
-            for name, node in _arguments(parameters(function), calling):
-                given[name] = (node, outer)
-            yield Scope(module, call, given)
-        if not callers:
-            yield scope
-
-    def _callers(self, module: Module, function: str) -> Iterator[tuple[Module, ast.Call]]:
-        for there, call in self.calls.get(function, ()):
-            is_method = isinstance(call.func, ast.Attribute) and there is module
-            if is_method or there.full_name(call.func) == f"{module.name}.{function}":
-                yield there, call
-
-
-def _subclasses(modules: Iterable[Module]) -> set[str]:
-    bases = {
-        definition.name: {_last(base) for base in definition.bases}
-        for _, definition in _definitions(modules)
-    }
-    found = {_ROOT}
-    while more := {name for name, above in bases.items() if above & found} - found:
-        found |= more
-    return found
-
-
-def _definitions(modules: Iterable[Module]) -> Iterator[tuple[Module, ast.ClassDef]]:
-    for module in modules:
-        for node in module.nodes:
-            if isinstance(node, ast.ClassDef):
-                yield module, node
-
-
-def _own_constructor(
-    module: Module, definition: ast.ClassDef, classes: set[str]
-) -> Iterator[tuple[str, Cause]]:
-    """The error of a subclass with its own sentences: `super().__init__(name, what, why, next)`."""
-    if definition.name not in classes - {_ROOT}:
+def _of_file(path: Path) -> Iterator[tuple[str, Cause]]:
+    text = path.read_text()
+    if "Error(" not in text and "__init__(" not in text:
         return
-    for node in ast.walk(definition):
-        if (
-            isinstance(node, ast.Call)
-            and ast.unparse(node.func) == "super().__init__"
-            and len(node.args) == len(_PARTS)
-        ):
-            yield from _read(node, Scope(module, node))
+    tree = ast.parse(text)
+    reader = _Reader()
+    reader.read(tree.body, {})
+    title = (ast.get_docstring(tree) or "").partition("\n")[0]
+    within = path.relative_to(PACKAGE.parent if path.is_relative_to(PACKAGE) else path.parent)
+    module = ".".join(within.with_suffix("").parts).removesuffix(".__init__")
+    for names, happened, matters, cures in reader.errors():
+        for name, what, why in product(names, happened, matters):
+            if _KEBAB.fullmatch(_FIELDS.sub("x", name)) and not _FIELDS.fullmatch(name):
+                yield name, Cause(what, why, tuple(cures), module, title)
 
 
-def _read(call: ast.Call, scope: Scope) -> Iterator[tuple[str, Cause]]:
-    name, what, why, cure = call.args
-    module = scope.module
-    parts = product(*(sentences(part, scope) for part in (name, what, why)))
-    for text, happened, matters in parts:
-        if not _FIELDS.fullmatch(text):  # it passes on the name of another error
-            cures = tuple(sentences(cure, scope))
-            yield text, Cause(happened, matters, cures, module.name, module.title)
+@dataclass(frozen=True, eq=False)
+class _Value:
+    """An expression, and what the names in it can stand for."""
+
+    node: ast.expr
+    names: _Names
 
 
-def _arguments(names: list[str], call: ast.Call) -> Iterator[tuple[str, ast.expr]]:
-    own = isinstance(call.func, ast.Attribute) and names[:1] == ["self"]
-    yield from zip(names[1:] if own else names, call.args, strict=False)
-    for keyword in call.keywords:
-        if keyword.arg is not None:
-            yield keyword.arg, keyword.value
+_Names = dict[str, list[_Value]]
 
 
-def _called(call: ast.Call) -> str:
-    return _last(call.func)
+@dataclass(eq=False)
+class _Reader:
+    """Follows the statements of a module in their order, with the texts that names have."""
+
+    function: ast.FunctionDef | ast.AsyncFunctionDef | None = None
+    built: list[tuple[ast.Call, _Names, str]] = field(default_factory=list)
+    """Errors, the names that their words use, and the helper that builds them for others."""
+    calls: dict[str, list[tuple[ast.Call, _Names]]] = field(default_factory=dict)
+    helpers: dict[str, ast.arguments] = field(default_factory=dict)
+    errors_here: set[str] = field(default_factory=set)
+
+    def _is_error(self, called: ast.expr) -> bool:
+        name = ast.unparse(called).rpartition(".")[2]
+        return name.endswith("Error") or name == "__init__" or name in self.errors_here
+
+    def read(self, body: Iterable[ast.stmt], names: _Names) -> None:
+        """Read a block; the names that it assigns are added to those given."""
+        later = []
+        for statement in body:
+            blocks = [*_blocks(statement)]
+            self._expressions(statement, names)
+            match statement:
+                case ast.ClassDef(name=name, bases=bases) if any(map(self._is_error, bases)):
+                    self.errors_here.add(name)
+                case ast.FunctionDef() | ast.AsyncFunctionDef():
+                    later.append(statement)  # it sees the module's names, wherever they are
+                    continue
+                case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                    names[name] = [_Value(value, dict(names))]
+                case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+                    names[name] = [_Value(value, dict(names))]
+            before = dict(names)
+            for block in blocks:
+                inside = dict(before)
+                self.read(block, inside)
+                for name in inside.keys() - {n for n in before if before[n] is inside.get(n)}:
+                    names[name] = [*names.get(name, ()), *inside[name]]
+        for function in later:
+            self.helpers[function.name], outer = function.args, self.function
+            taken = {one.arg for one in (*function.args.args, *function.args.kwonlyargs)}
+            self.function = function
+            self.read(function.body, {n: v for n, v in names.items() if n not in taken})
+            self.function = outer
+
+    def _expressions(self, statement: ast.stmt, names: _Names) -> None:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            return
+        waiting: list[ast.AST] = [statement]
+        while waiting:
+            node = waiting.pop()
+            children = [*ast.iter_child_nodes(node)]
+            waiting += [
+                one for one in children if not isinstance(one, ast.stmt | ast.ExceptHandler)
+            ]
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func).rpartition(".")[2]
+                self.calls.setdefault(called, []).append((node, dict(names)))
+                if len(node.args) == 4 and self._is_error(node.func):
+                    within = self.function.name if self.function is not None else ""
+                    if isinstance(statement, ast.Raise) and not within.startswith("_"):
+                        within = ""  # its arguments are a caller's values, not words of the error
+                    self.built.append((node, dict(names), within))
+
+    def errors(self) -> Iterator[list[list[str]]]:
+        """The texts of the four parts of each error, for each call of the helper that builds it."""
+        for call, names, function in self.built:
+            used = {node.id for node in ast.walk(call) if isinstance(node, ast.Name)}
+            given = self.helpers.get(function)
+            parameters = [one.arg for one in (*given.args, *given.kwonlyargs)] if given else []
+            inner = used & {*parameters} - {"self"} and function != "__init__"
+            callers = self.calls.get(function, []) if inner else []
+            for bound in [_bound(given, *one) for one in callers if given] or [{}]:
+                yield [_spelled(_texts(part, {**names, **bound})) for part in call.args]
 
 
-def _last(node: ast.expr) -> str:
+def _spelled(texts: list[str]) -> list[str]:
+    """The texts without those that only pass on another error's, where there are others."""
+    return [text for text in texts if not _FIELDS.fullmatch(text)] or texts
+
+
+def _bound(parameters: ast.arguments, call: ast.Call, names: _Names) -> _Names:
+    """What a call gives to the parameters of a helper."""
+    words = [one.arg for one in parameters.args if one.arg != "self"]
+    defaults = zip(reversed(words), reversed(parameters.defaults), strict=False)
+    given = {
+        **dict(defaults),
+        **{
+            a.arg: d
+            for a, d in zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True)
+            if d
+        },
+        **dict(zip(words, call.args, strict=False)),
+        **{one.arg: one.value for one in call.keywords if one.arg},
+    }
+    return {name: [_Value(node, names)] for name, node in given.items()}
+
+
+def _blocks(node: ast.AST) -> Iterator[list[ast.stmt]]:
+    for _, value in ast.iter_fields(node):
+        parts = value if isinstance(value, list) else ()
+        if parts and all(isinstance(one, ast.stmt) for one in parts):
+            yield parts
+        for one in parts:
+            if isinstance(one, ast.ExceptHandler | ast.match_case):
+                yield one.body
+
+
+def _texts(node: ast.expr, names: _Names) -> list[str]:
+    """The texts that an expression can have, with placeholders."""
     match node:
-        case ast.Name(id=name) | ast.Attribute(attr=name):
-            return name
-    return ""
+        case ast.Constant():
+            return [str(node.value)]
+        case ast.FormattedValue():
+            return _texts(node.value, names)
+        case ast.JoinedStr(values=parts):
+            return _joined(parts, names)
+        case ast.BinOp(op=ast.Add(), left=left, right=right) if _is_text(node):
+            return _joined([left, right], names)
+        case ast.BinOp(op=ast.Div(), left=left, right=ast.Constant(value=str(last))):
+            return [f"{text}/{last}" for text in _texts(left, names)]
+        case ast.BinOp(op=ast.Mult(), left=ast.Constant(value=str()) as text):
+            return _texts(text, names)
+        case ast.IfExp(body=one, orelse=other):
+            return _distinct([one, other], names)
+        case ast.BoolOp(op=ast.Or(), values=values):
+            return _distinct(values, names)
+        case ast.Call(func=ast.Name(id="did_you_mean" | "suggestion")):
+            return [""]
+        case ast.Name(id=name) if name in names:
+            known = [value for value in names[name] if _is_text(value.node)]
+            found = [text for value in known for text in _texts(value.node, value.names)]
+            return [*dict.fromkeys(found)] or [_placeholder(node)]
+    return [_placeholder(node)]
+
+
+def _distinct(nodes: list[ast.expr], names: _Names) -> list[str]:
+    spelled = [one for one in nodes if getattr(one, "value", "") is not None]
+    found = dict.fromkeys(text for node in spelled for text in _texts(node, names))
+    return [text for text in found if text] or [""]
+
+
+def _joined(parts: list[ast.expr], names: _Names) -> list[str]:
+    choices = product(*(_texts(part, names) for part in parts))
+    return ["".join(choice) for choice in islice(choices, _ALTERNATIVES)]
+
+
+def _is_text(node: ast.expr) -> bool:
+    """Whether an expression consists of words; other values keep the name of their variable."""
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, str | int) and node.value not in ("", True, False)
+    if isinstance(node, ast.BinOp):
+        return any(map(_is_text, (node.left, node.right))) and "'" in ast.unparse(node)
+    return isinstance(node, _TEXTS)
+
+
+def _placeholder(node: ast.expr) -> str:
+    """The word under which a reader knows a value: the last name in it that means something."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.comprehension):
+            return _placeholder(part.iter)
+    if isinstance(node, ast.Subscript) and "environ" in ast.unparse(node.value):
+        return "<value>"
+    words = re.findall(r"[A-Za-z_]\w*", re.sub(r"f?'[^']*'", "", ast.unparse(node)))
+    words = [word for word in words if word not in _FUNCTIONS] or ["value"]
+    meaning = [word for word in words if word not in _GENERIC]
+    return f"<{(meaning[-1:] or words)[0].strip('_').lower().replace('_', ' ')}>"
