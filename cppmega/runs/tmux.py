@@ -1,9 +1,9 @@
 """The operations of tmux that a launch needs.
 
 tmux expands formats, `#(shell command)` among them, in names of sessions and in the folder of `-c`,
-and passes a single word to a shell. So names are letters, digits, `-` and `_`, nothing else that a
-user chose reaches tmux's command line, and the session receives its command over a socket
-(`cppmega.runs.tmux_session`).
+and passes a single word to a shell. So names are letters, digits, `-` and `_`, and the session
+reads its command from a private file whose folder it is told by a variable, which tmux does not
+expand (`cppmega.runs.tmux_session`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import contextlib
 import json
 import os
 import re
-import secrets
 import shutil
-import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,7 +30,7 @@ _NO_SESSION = (
     "no current target",  # the server is ending after its last session
 )
 _ANSWERS = 120.0
-"""Seconds within which a new session must ask for its command."""
+"""Seconds within which a new session must take its command."""
 
 
 def require(without: str) -> str:
@@ -119,16 +118,14 @@ def reserve(name: str) -> Iterator[Reserved]:
     Raises:
         CppmegaError: `session-exists`, `session-not-started`.
     """
-    with socket.socket(socket.AF_UNIX) as listener:
-        address = f"cppmega-{secrets.token_hex(16)}"
-        listener.bind("\0" + address)  # no file, so nothing can be left behind
-        listener.listen()
-        words = [sys.executable, "-I", tmux_session.__file__, address]
-        created = _tmux("new-session", "-d", "-s", name, *words)
+    with tempfile.TemporaryDirectory(prefix="cppmega-", ignore_cleanup_errors=True) as place:
+        words = [sys.executable, "-I", tmux_session.__file__, str(os.getpid())]
+        variable = f"{tmux_session.PLACE}={place}"
+        created = _tmux("new-session", "-d", "-s", name, "-e", variable, *words)
         if created.returncode:
             duplicate = "duplicate session" in created.stderr
             raise _exists_already(name) if duplicate else _not_started(name, created.stderr.strip())
-        session = Reserved(name, listener)
+        session = Reserved(name, Path(place))
         try:
             yield session
         finally:
@@ -139,8 +136,8 @@ def reserve(name: str) -> Iterator[Reserved]:
 class Reserved:
     """A session without a command."""
 
-    def __init__(self, name: str, listener: socket.socket) -> None:
-        self.name, self.listener = name, listener
+    def __init__(self, name: str, place: Path) -> None:
+        self.name, self.place = name, place
         self.started = False
 
     def run(self, command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
@@ -150,27 +147,22 @@ class Reserved:
             CppmegaError: `session-not-started`.
         """
         order = {"command": [*command], "folder": str(folder), "environment": {**environment}}
+        file, deadline = self.place / tmux_session.ORDER, time.monotonic() + _ANSWERS
         try:
-            with self._connection() as link:
-                link.sendall(json.dumps(order).encode())
+            new = file.with_suffix(".new")
+            new.touch(0o600)
+            new.write_text(json.dumps(order))
+            new.replace(file)
         except OSError as error:
             raise _not_started(self.name, f"{error.strerror}") from None
-        self.started = True
-
-    def _connection(self) -> socket.socket:
-        """Accept the connection of the session."""
-        deadline = time.monotonic() + _ANSWERS
-        self.listener.settimeout(0.2)
-        while time.monotonic() < deadline:
-            with contextlib.suppress(TimeoutError):
-                link, _ = self.listener.accept()
-                if tmux_session.same_user(link):
-                    link.settimeout(_ANSWERS)
-                    return link
-                link.close()
+        while file.exists():
             if not exists(self.name):
                 raise _not_started(self.name, "it ended immediately")
-        raise _not_started(self.name, f"it did not ask for its command within {_ANSWERS:.0f} s")
+            if time.monotonic() > deadline:
+                reason = f"it did not take its command within {_ANSWERS:.0f} s"
+                raise _not_started(self.name, reason)
+            time.sleep(0.05)
+        self.started = True
 
 
 def _not_started(name: str, reason: str) -> CppmegaError:

@@ -18,7 +18,7 @@ from cppmega.errors import CppmegaError
 from cppmega.host import process
 from cppmega.launch.supervise import Supervisor
 from cppmega.runs import control as run_control
-from cppmega.runs import failures, listing, logs, tmux
+from cppmega.runs import failures, listing, logs, tmux, tmux_session
 from cppmega.runs.folder import Node, Run
 from tests.launch.bench import (
     Bench,
@@ -148,6 +148,7 @@ def test_tmux_runs_nothing_that_a_folder_or_an_argument_is_called(
     word, place, variable, names = json.loads(seen.read_text())
     assert (word, place, variable) == (words, str(folder), words)
     assert {"TMUX", "TMUX_PANE"} <= set(names) and "TMUX_TMPDIR" not in names
+    assert not session.place.exists() and tmux_session.PLACE not in names
     subprocess.run(["tmux", "display-message", "-p", "-t", "here", "#{pane_current_path}"])
     time.sleep(0.5)  # tmux runs such commands in its own time
     assert not mark.exists()
@@ -156,8 +157,8 @@ def test_tmux_runs_nothing_that_a_folder_or_an_argument_is_called(
 @needs_tmux
 def test_two_launches_for_one_name_and_one_that_is_given_up(bench: Bench) -> None:
     """tmux decides who has it; a session without a command ends, and no environment is left."""
-    with tmux.reserve("mine"):
-        assert tmux.exists("mine")
+    with tmux.reserve("mine") as session:
+        assert tmux.exists("mine") and not session.place.stat().st_mode & 0o77
         with pytest.raises(CppmegaError, match="session-exists"), tmux.reserve("mine"):
             pass
         assert tmux.exists("mine"), "the other launch did not take it away"
