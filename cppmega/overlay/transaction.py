@@ -71,7 +71,9 @@ def _acquire(place: Path, say: Callable[[str], None]) -> int:
     while time.monotonic() - began < LOCK_SECONDS:
         try:
             place.mkdir(exist_ok=True)
+            _as_around(place)
             handle = os.open(place / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            _as_around(place / "lock")
         except FileNotFoundError:
             continue  # its last user removed the folder just now
         try:
@@ -145,6 +147,7 @@ def commit(tree: Tree, changes: Mapping[str, FileChange], receipt: Receipt | Non
     with _named_faults(tree):
         try:
             (place / UNFINISHED).touch()
+            _as_around(place / UNFINISHED)
             _clean_up(tree, before)
             _stage_all(tree, changes, receipt, before)
         except BaseException:
@@ -178,6 +181,7 @@ def _stage_all(
         kept = place / "originals" / sha256(change.pristine)
         if not kept.exists():
             kept.parent.mkdir(exist_ok=True)
+            _as_around(kept.parent)
             _write(kept, change.pristine)
         fault_point(f"stage {path}")
         _stage(tree.root / path, change.data)
@@ -331,6 +335,22 @@ def _write_temporary(target: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+    _as_around(_temporary(target))
+
+
+def _as_around(path: Path) -> None:
+    """Give a file or folder the owner and the access of the folder that it is in.
+
+    Whoever may read the tree has to read its receipt, whatever the umask, and its owner has to be
+    able to revert what root applied.
+    """
+    around, own = path.parent.stat(), path.stat()
+    mode = around.st_mode & (0o7777 if path.is_dir() else 0o666)
+    with contextlib.suppress(PermissionError):  # another user's, who has done it
+        if (own.st_uid, own.st_gid) != (around.st_uid, around.st_gid):
+            os.chown(path, around.st_uid, around.st_gid)
+        if own.st_mode & 0o7777 != mode:
+            path.chmod(mode)
 
 
 def _temporary(target: Path) -> Path:
@@ -344,6 +364,13 @@ def _sync_folder(place: Path) -> None:
             os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _way_to_write(tree: Tree) -> str:
+    place, user = folder(tree), os.geteuid()
+    if place.is_dir() and tree.root.stat().st_uid == user != place.stat().st_uid:
+        return f"sudo chown -R --reference {tree.root} {place} (another user applied the patches)"
+    return "create your own environment with python -m venv, or copy the tree and pass --megatron"
 
 
 @contextmanager
@@ -364,8 +391,7 @@ def _named_faults(tree: Tree, done: str = "Nothing was changed.") -> Iterator[No
                 "read-only-tree",
                 f"{error.filename or tree.root} cannot be written. {done}",
                 "The patches must be written where Python imports megatron from.",
-                "create your own environment with python -m venv, or copy the tree and pass "
-                "--megatron",
+                _way_to_write(tree),
             ) from error
         raise CppmegaError(
             "write-failed",

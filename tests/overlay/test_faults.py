@@ -242,3 +242,33 @@ def test_a_file_where_our_folder_must_be(lab: Lab, taken: str) -> None:
     assert caught.value.name == "write-failed" and f"move {lab.root / taken}" in caught.value.next
     (lab.root / taken).unlink()
     assert lab.apply().ok
+
+
+@pytest.mark.parametrize("mask", [0o077, 0o022, 0o000])
+@pytest.mark.parametrize("mode", [0o755, 0o750, 0o775])
+def test_receipt_has_the_access_of_its_tree(lab: Lab, mask: int, mode: int) -> None:
+    lab.wheel()
+    lab.page()
+    lab.root.chmod(mode)
+    before = os.umask(mask)
+    try:
+        lab.apply()
+    finally:
+        os.umask(before)
+    (place,) = (path.parent for path in lab.root.glob("*/receipt.json"))
+    for path in (place, *place.rglob("*")):
+        wanted = mode if path.is_dir() else mode & 0o666
+        assert path.stat().st_mode & 0o777 == wanted, path
+    lab.revert()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can write to another user's tree")
+def test_roots_receipt_belongs_to_the_owner_of_the_tree(lab: Lab) -> None:
+    lab.wheel()
+    lab.page()
+    for path in (lab.root, *lab.root.rglob("*")):
+        os.chown(path, 12345, 54321)
+    lab.apply()
+    kept = [path for path in lab.root.rglob("*") if "__pycache__" not in str(path)]
+    assert any(path.name == "receipt.json" for path in kept)
+    assert {(path.stat().st_uid, path.stat().st_gid) for path in kept} == {(12345, 54321)}
