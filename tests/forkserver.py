@@ -42,7 +42,6 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
-from cppmega.host import compiled
 from cppmega.rewriting import code_text
 from tests import huge_pages
 
@@ -164,13 +163,12 @@ def learn() -> None:
 
         loader.load()
         with os.fdopen(writer, "wb") as file:
-            pickle.dump((compiled.known(), code_text.known()), file)
+            pickle.dump(code_text.known(), file)
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader, "rb") as file:
-        pages, facts = pickle.load(file)
+        facts = pickle.load(file)
     os.waitpid(child, 0)
-    compiled.adopt(pages)
     code_text.remember(facts)
 
 
@@ -184,13 +182,11 @@ def share_code(kept: Path) -> None:
     compiles = SourceFileLoader.source_to_code
 
     def source_to_code(self: SourceFileLoader, data: Any, path: str, **how: Any) -> Any:
-        if how:
-            return compiles(self, data, path, **how)
-        file = kept / hashlib.sha256(data).hexdigest()
+        file = kept / hashlib.sha256(data + repr(how).encode()).hexdigest()
         try:
             code = marshal.loads(file.read_bytes())
         except FileNotFoundError:
-            code = compiles(self, data, path)
+            code = compiles(self, data, path, **how)
             part = file.with_suffix(f".{os.getpid()}")
             part.write_bytes(marshal.dumps(code))
             part.rename(file)

@@ -10,7 +10,6 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 
-from cppmega.host import compiled
 from cppmega.host.containment import Failed, contained
 
 
@@ -33,7 +32,8 @@ class _Unoptimized(FromSource):
     """
 
     def get_code(self, fullname: str) -> CodeType:
-        return compiled.code_of(self.path, self.get_data(self.path))
+        code: CodeType = self.source_to_code(self.get_data(self.path), self.path, _optimize=0)
+        return code
 
 
 class _SiblingFinder(MetaPathFinder):

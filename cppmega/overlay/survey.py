@@ -196,7 +196,7 @@ class Survey:
             if edit.kind == "class-swap":
                 _, node = fingerprint.parse_definition(source, edit.target)
                 return fingerprint.of_class(node, edit.overrides)
-            return fingerprint.of_lines(source, found[0], where.start, edit.target)
+            return fingerprint.of_source(source)
         except CppmegaError as error:
             return f"!{error.what}"
 

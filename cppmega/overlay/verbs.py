@@ -13,8 +13,8 @@ from cppmega.catalogue import gates
 from cppmega.catalogue import loader as catalogue
 from cppmega.catalogue.revision import engine_revision
 from cppmega.errors import CppmegaError
-from cppmega.overlay import code_cache, receipt, remembered, transaction
 from cppmega.overlay import plan as planning
+from cppmega.overlay import receipt, remembered, transaction
 from cppmega.overlay.compute import changes_of, overlay_digest, restored, rewritten
 from cppmega.overlay.diagnose import ORPHANED, restoring
 from cppmega.overlay.plan import Plan
@@ -71,7 +71,6 @@ class Session:
         if self._pinned is not None:
             assert self.root is not None
             remembered.refuse_changed(self.catalogues or (), self._pinned, self.root)
-        code_cache.adopt()
         return catalogue.load(self.catalogues or ())
 
     def read_tree(self) -> Tree:
@@ -337,7 +336,6 @@ def _reconcile(session: Session, choose: Callable[[Receipt], _Choice], check: bo
         if plan.loaded.problem:
             session.say(f"{plan.loaded.problem}; writing a new one")
         transaction.commit(plan.tree, changes, new)
-    code_cache.keep()
     data = {path: change.data for path, change in changes.items()}
     return Outcome(plan.written(data, new), new.digest, sorted(changes), True)
 

@@ -1,36 +1,44 @@
 """The fingerprint of a symbol: a hash of its code that ignores comments and blank lines.
 
-SHA-256 over the text without docstrings, comments, blank lines and trailing white space, at
-indentation zero. Unlike that of `ast.dump`, it is the same on every version of Python.
+SHA-256 over the text without docstrings, comments, blank lines and trailing white space, with
+blocks indented by four spaces. Unlike that of `ast.dump`, it is the same on all versions of Python.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
+import re
+import tokenize
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import cast
 
 import libcst as cst
 
 from cppmega.errors import CppmegaError
-from cppmega.rewriting.bare_text import bare_text
-from cppmega.rewriting.codegen import bare, text
-from cppmega.rewriting.source import Definition
+from cppmega.rewriting.codegen import text
 
 LENGTH = 16
 """Hex digits kept: 64 bits, enough to rule out accidental collisions."""
 
+_INDENT = "    "
+_PLAIN_STRING = re.compile(r"[rRbBuU]*[\"']")
+_LAYOUT = {"NL", "ENDMARKER"}
+_OPENING = {"FSTRING_START", "TSTRING_START"}
+_CLOSING = {"FSTRING_END", "TSTRING_END"}
 
-@lru_cache(maxsize=512)
+_Line = tuple[int, list[tokenize.TokenInfo]]
+"""The number of blocks around a logical line, and its tokens without comments and line ends."""
+
+
 def parse_definition(source: str, name: str = "the target") -> tuple[cst.Module, cst.CSTNode]:
     """Parse the lines of one definition, at any indentation, into (enclosing module, node).
 
     Indented lines are wrapped in an `if` rather than dedented, because dedenting would change
-    strings that span lines. Nodes are immutable by convention, so results are cached.
+    strings that span lines.
     """
     indent = source[: len(source) - len(source.lstrip(" \t"))]
-    config = cst.PartialParserConfig(default_indent="    ")
+    config = cst.PartialParserConfig(default_indent=_INDENT)
     try:
         if not indent:
             module = cst.parse_module(source, config)
@@ -47,12 +55,6 @@ def parse_definition(source: str, name: str = "the target") -> tuple[cst.Module,
         ) from None
 
 
-def forget() -> None:
-    """Clear the caches, after one of the cached nodes was mutated."""
-    parse_definition.cache_clear()
-    bare.cache_clear()
-
-
 def _only(statements: Sequence[cst.CSTNode]) -> cst.CSTNode:
     if len(statements) != 1:
         raise CppmegaError(
@@ -64,30 +66,77 @@ def _only(statements: Sequence[cst.CSTNode]) -> cst.CSTNode:
     return statements[0]
 
 
+def bare(source: str) -> str:
+    """Return the lines of a definition without what is not code, indented by four spaces."""
+    source = source.replace("\r\n", "\n").replace("\r", "\n")
+    rows = source.split("\n")
+    lines, comments, in_string = _logical_lines(source)
+    kept: list[str] = []
+    for at, (depth, tokens) in enumerate(lines):
+        margin = _INDENT * (depth - lines[0][0])
+        if _is_docstring(lines, at):
+            if at + 1 == len(lines) or lines[at + 1][0] < depth:
+                kept.append(f"{margin}pass")
+            continue
+        first, last = tokens[0].start[0] - 1, tokens[-1].end[0] - 1
+        block = rows[first][: tokens[0].start[1]]
+        verbatim = False
+        for row in range(first, last + 1):
+            line = rows[row][: comments.get(row)]
+            joined = row not in comments and line.endswith("\\")
+            line = line if row in in_string else line.rstrip()
+            if not verbatim and line.startswith(block):
+                line = margin + line[len(block) :]
+            if verbatim or line:
+                kept.append(line)
+            verbatim = joined or row in in_string
+    return "\n".join(kept).strip() + "\n"
+
+
+def _logical_lines(source: str) -> tuple[list[_Line], dict[int, int], set[int]]:
+    """The logical lines; the column of a comment by its row; rows whose end is in a string."""
+    lines: list[_Line] = []
+    comments: dict[int, int] = {}
+    in_string: set[int] = set()
+    tokens: list[tokenize.TokenInfo] = []
+    opened: list[int] = []
+    depth = 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        kind, row = tokenize.tok_name[token.type], token.start[0] - 1
+        if kind == "COMMENT" and not opened:
+            comments[row] = token.start[1]
+        elif kind in ("INDENT", "DEDENT"):
+            depth += 1 if kind == "INDENT" else -1
+        elif kind == "NEWLINE":
+            lines.append((depth, tokens))
+            tokens = []
+        elif kind not in _LAYOUT:
+            tokens.append(token)
+        if kind in _OPENING:
+            opened.append(row)
+        elif kind in _CLOSING or kind == "STRING":
+            in_string.update(range(opened.pop() if kind in _CLOSING else row, token.end[0] - 1))
+    return lines, comments, in_string
+
+
+def _is_docstring(lines: Sequence[_Line], at: int) -> bool:
+    """Whether a logical line is the first of a function or a class, and only a string."""
+    if not at or lines[at][0] <= lines[at - 1][0]:
+        return False
+    head = [token.string for token in lines[at - 1][1][:2]]
+    own = [token.string for token in lines[at][1] if token.string not in "()"]
+    defines = head[0] in ("def", "class") or head == ["async", "def"]
+    return defines and bool(own) and all(map(_PLAIN_STRING.match, own))
+
+
 def of_text(bare_text: str) -> str:
     """Hash of a bare text."""
     return hashlib.sha256(bare_text.encode()).hexdigest()[:LENGTH]
 
 
-@lru_cache(maxsize=512)
-def of_node(node: cst.CSTNode) -> str:
-    """Fingerprint of a definition given as a libcst node."""
-    return of_text(bare(node))
-
-
-def of_source(source: str, name: str = "the target") -> str:
+def of_source(source: str) -> str:
     """Fingerprint of a definition given as its lines."""
-    return of_node(parse_definition(source, name)[1])
-
-
-def of_lines(source: str, definition: Definition, first: int, name: str = "the target") -> str:
-    """Fingerprint of a definition given as its lines and its syntax tree.
-
-    Args:
-        first: 0-based line of the file with which the source begins.
-    """
-    found = bare_text(source, definition, first)
-    return of_source(source, name) if found is None else of_text(found)
+    return of_text(bare(source))
 
 
 def of_class(node: cst.CSTNode, methods: Sequence[str]) -> str:
@@ -107,5 +156,5 @@ def of_class(node: cst.CSTNode, methods: Sequence[str]) -> str:
         found = [
             s for s in node.body.body if isinstance(s, cst.FunctionDef) and s.name.value == name
         ]
-        parts.append("".join(bare(function) for function in found) or f"no {name}\n")
+        parts.append("".join(bare(text(function)) for function in found) or f"no {name}\n")
     return of_text("\n".join(parts))

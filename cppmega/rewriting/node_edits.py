@@ -6,6 +6,7 @@ import ast
 import operator
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from functools import cache
 from typing import Any, cast
 
@@ -15,7 +16,6 @@ from cppmega.errors import CppmegaError
 from cppmega.rewriting import codegen
 from cppmega.rewriting.codegen import is_docstring
 from cppmega.rewriting.errors import EditMismatchError
-from cppmega.rewriting.node_compare import parts
 from cppmega.rewriting.source import parse_silently
 
 
@@ -89,6 +89,47 @@ def gist(node: cst.CSTNode) -> Any:
     return kind
 
 
+_LAYOUT = (
+    *("lpar", "rpar", "lbracket", "rbracket", "lbrace", "rbrace", "comma", "semicolon", "equal"),
+    *("colon", "first_colon", "second_colon", "dot", "operator", "leading_lines", "header"),
+    *("lines_after_decorators", "trailing_whitespace", "footer", "asynchronous"),
+)
+
+
+@cache
+def _parts(kind: Any) -> list[str]:
+    """Fields of a node that may hold code, not only layout."""
+    names = [field.name for field in fields(kind)]
+    return [name for name in names if name not in _LAYOUT and not name.startswith("whitespace")]
+
+
+def differ(one: Any, other: Any) -> bool:
+    """Whether two nodes are certainly different code, regardless of layout.
+
+    Fast, but False proves nothing: different trees may print the same text.
+    """
+    if one is other:
+        return False
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        if not one or not other:
+            return False  # an empty block prints as `pass`
+        return len(one) != len(other) or any(map(differ, one, other))
+    if not isinstance(one, cst.CSTNode | None) or not isinstance(other, cst.CSTNode | None):
+        return isinstance(one, str) and isinstance(other, str) and one != other
+    if type(one) is not type(other):
+        return True
+    if isinstance(one, cst.IndentedBlock) and isinstance(other, cst.IndentedBlock):
+        return differ(_without_docstring(one), _without_docstring(other))
+    return any(
+        differ(getattr(one, name), getattr(other, name))
+        for name in _parts(cast(Any, one).__class__)
+    )
+
+
+def _without_docstring(block: cst.IndentedBlock) -> Sequence[cst.BaseStatement]:
+    return block.body[1:] if block.body and is_docstring(block.body[0]) else block.body
+
+
 class Swap:
     """Replaces every node that matches, and counts them."""
 
@@ -115,7 +156,7 @@ def swapped(node: Any, swap: Swap, place: str = "") -> Any:
     changes = {}
     visits = _holds_statements if swap.of_statements else _is_node
     kind: Any = type(node)
-    for name in parts(kind):
+    for name in _parts(kind):
         old = getattr(node, name)
         if isinstance(old, list | tuple):
             items = [swapped(one, swap, name) if visits(one.__class__) else one for one in old]

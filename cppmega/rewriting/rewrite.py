@@ -15,7 +15,7 @@ from typing import Any, cast
 import libcst as cst
 
 from cppmega.errors import CppmegaError
-from cppmega.host.containment import contained, converted
+from cppmega.host.containment import contained
 from cppmega.page import Edit, Page
 from cppmega.rewriting import (
     code_text,
@@ -23,11 +23,9 @@ from cppmega.rewriting import (
     fingerprint,
     kernels,
     marks,
-    node_compare,
     node_edits,
     undefined_names,
 )
-from cppmega.rewriting.abridged import abridge
 from cppmega.rewriting.errors import (
     BadEditError,
     EditMismatchError,
@@ -36,7 +34,6 @@ from cppmega.rewriting.errors import (
     UndefinedNameError,
 )
 from cppmega.rewriting.inserted import Inserted, reaches
-from cppmega.rewriting.repeatable import is_repeatable
 from cppmega.rewriting.source import (
     Definition,
     Span,
@@ -116,9 +113,8 @@ def rewrite(
     inserted = Inserted(tree, path)
     cuts: list[_Cut] = []
     for symbol, where in sorted(places.items(), key=lambda item: item[1].start):
-        edits = [step.edit for step in groups[symbol]]
-        short = abridge(text, find(tree, symbol)[0], where, symbol, edits)
-        new = short.restored(_edit_slice(short.text, symbol, groups[symbol], path))
+        source = "".join(text.lines[where.start : where.end])
+        new = _edit_slice(source, symbol, groups[symbol], path)
         cuts.append(_Cut(where, new, _helpers_before(inserted, groups[symbol])))
     imports = inserted.imports((step.page, step.edit) for step in steps)
     body = _spliced(text, tree, cuts, imports)
@@ -199,26 +195,12 @@ def locate(tree: ast.Module, text: Text, target: str) -> Span:
 def _edit_slice(source: str, symbol: str, group: Sequence[Step], path: str) -> str:
     """Return the new lines of a definition."""
     module, node = fingerprint.parse_definition(source, f"{path}:{symbol}")
-    try:
+    for change in (_edited, _marked):
         for step in group:
-            node = _within(node, symbol, step, _edited)
-    finally:
-        changed = not _are_repeatable(group) and source.strip() not in codegen.text(
-            module, module.default_indent, module.default_newline
-        )
-        if changed:  # the node is cached, and later callers would get it mutated
-            fingerprint.forget()
-    if changed:
-        raise _bad_edit(group[0], "changes the node that it is given, or a later page's edit does")
-    for step in group:
-        node = _within(node, symbol, step, _marked)
+            node = _within(node, symbol, step, change)
     new = _printed(module, node, wrapped=source.startswith((" ", "\t")))
     ending = source[len(source.rstrip("\r\n")) :]  # libcst drops a last line end of "\r" alone
     return new.rstrip("\r\n") + ending
-
-
-def _are_repeatable(group: Sequence[Step]) -> bool:
-    return all(is_repeatable(step.edit.edit) for step in group)
 
 
 def _fingerprint_after(step: Step, text: Text, tree: ast.Module, path: str) -> str:
@@ -226,8 +208,7 @@ def _fingerprint_after(step: Step, text: Text, tree: ast.Module, path: str) -> s
     target = f"{path}:{step.edit.symbol}"
     where = locate(tree, text, target)
     source = "".join(text.lines[where.start : where.end])
-    definition = find(tree, step.edit.symbol)[0]
-    after = fingerprint.of_lines(source, definition, where.start, target)
+    after = fingerprint.of_source(source)
     if after in step.known | set(step.edit.pins.values()):
         raise _bad_edit(step, "produces a text that it would edit again")
     return after
@@ -273,20 +254,24 @@ def _edited(step: Step, node: cst.CSTNode) -> cst.CSTNode:
     new, again = _called(step, node)
     if type(new) is not type(node) or new.name.value != node.name.value:  # type: ignore[attr-defined]
         raise _bad_edit(step, "returns something other than its target")
-    if again is not new and not node_compare.same(again, new):
+    if again is not new and not new.deep_equals(again):
         raise _bad_edit(step, "returns a different text when it is called again")
-    if not node_compare.differ(new, node) and fingerprint.of_node(new) == fingerprint.of_node(node):
+    if not node_edits.differ(new, node) and _bare(new) == _bare(node):
         raise _bad_edit(step, "changes nothing")
     return new
 
 
+def _bare(node: cst.CSTNode) -> str:
+    return fingerprint.bare(codegen.text(node))
+
+
 def _called(step: Step, node: cst.CSTNode) -> tuple[Any, Any]:
-    """Run the edit, twice unless it is known to be deterministic."""
-    known = is_repeatable(step.edit.edit)  # nothing of the page runs, and supervision takes time
+    """Run the edit; twice if it is a page's own, to verify that it is deterministic."""
+    edit = step.edit.edit
     try:
-        with (converted if known else contained)(partial(_bad_edit, step)):
-            new = step.edit.edit(node)
-            return new, new if known else step.edit.edit(node)
+        with contained(partial(_bad_edit, step)):
+            new = edit(node)
+            return new, new if edit.__module__.startswith("cppmega.") else edit(node)
     except BadEditError:
         raise
     except EditMismatchError as error:

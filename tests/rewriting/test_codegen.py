@@ -13,7 +13,7 @@ import cppmega
 from cppmega.edits import replacing
 from cppmega.errors import CppmegaError
 from cppmega.page import Edit
-from cppmega.rewriting import code_text, codegen, node_compare, rewrite
+from cppmega.rewriting import code_text, codegen, node_edits, rewrite
 
 _TEXT = '''\
 @wrapped(1)  # a comment
@@ -46,17 +46,11 @@ def _definition(text: str) -> tuple[cst.Module, Any]:
 def test_all_of_a_node_and_its_code(indent: str, newline: str) -> None:
     text = _TEXT.replace("    ", indent).replace("\n", newline)
     module, node = _definition(text)
-    bare = codegen.bare(node)
-    assert "comment" not in bare.replace("# no comment", "") and "Doc" not in bare
     whole = codegen.text(node, module.default_indent, module.default_newline)
     assert whole == text == module.code
     below = codegen.text(node, module.default_indent, module.default_newline, margin=indent)
     block = cst.If(test=cst.Name("x"), body=cst.IndentedBlock([node]))
     assert f"if x:{newline}{below}" == module.with_changes(body=[block]).code
-
-
-def test_the_bare_text_says_what_a_block_of_a_docstring_alone_does() -> None:
-    assert "def inner():\n        pass\n" in codegen.bare(_definition(_TEXT)[1])
 
 
 # -- different at a glance -------------------------------------------------------------------------
@@ -86,7 +80,7 @@ def _in_parentheses(node: Any) -> Any:
 def test_other_trees_of_the_same_code_change_nothing(text: str, edit: Any) -> None:
     """Where trees differ and texts do not, only the texts count."""
     node = _definition(text)[1]
-    assert not node_compare.differ(edit(node), node)
+    assert not node_edits.differ(edit(node), node)
     step = rewrite.Step("page", Edit("a.py:f", {}, edit), marked=True)
     with pytest.raises(CppmegaError, match="changes nothing"):
         rewrite.rewrite(text.encode(), "a.py", [step])
@@ -103,7 +97,7 @@ def test_other_trees_of_the_same_code_change_nothing(text: str, edit: Any) -> No
 )
 def test_other_code_is_seen_at_a_glance(one: str, two: str) -> None:
     nodes = [_definition(f"def f(x):\n    {body}\n")[1] for body in (one, two)]
-    assert node_compare.differ(*nodes)
+    assert node_edits.differ(*nodes)
 
 
 # -- strings and comments --------------------------------------------------------------------------

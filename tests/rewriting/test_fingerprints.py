@@ -40,3 +40,21 @@ def test_fingerprint_ignores_layout(text: str) -> None:
 def test_fingerprint_sees_code(one: str, two: str) -> None:
     """Also what looks like a docstring or a comment and is none."""
     assert fingerprint.of_source(one) != fingerprint.of_source(two)
+
+
+def test_bare_text_keeps_strings_and_joined_lines() -> None:
+    text = (
+        "  @a(1)  # c\n  # c\n  async def f(x,\n\n      # c\n     y=(1,\n   2)):  # c\n"
+        "    ('Doc'\n     'umented.')  # c\n"
+        "    y = ''' a\n   # no comment  \n\n'''  # c\n"
+        "    z = x + \\\n  1  # c\n"
+        "    class A:\n     'Alone.'\n     # c\n"
+        '    if x:  \n            return f"{x}"; y\n'
+    )
+    assert fingerprint.bare(text) == (
+        "@a(1)\nasync def f(x,\n   y=(1,\n 2)):\n"
+        "    y = ''' a\n   # no comment  \n\n'''\n"
+        "    z = x + \\\n  1\n"
+        "    class A:\n        pass\n"
+        '    if x:\n        return f"{x}"; y\n'
+    )

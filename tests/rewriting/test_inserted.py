@@ -247,23 +247,3 @@ def test_an_edit_that_differs_between_two_calls(
         lab.apply()
     assert caught.value.name == "bad-edit" and "called again" in caught.value.what
     assert snapshot(lab.root) == before
-
-
-def test_an_edit_that_changes_the_node_it_is_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nodes are kept and shared: the next page would see a text that is in no file."""
-    lab = Lab(tmp_path, monkeypatch)
-    lab.wheel()
-    code = """
-    def act(node):
-        made = replacing("x + x", "2 * x")(node)
-        object.__setattr__(node.params.params[0].name, "value", "y")
-        return made
-    """
-    lab.page(edit="act", code=code)
-    with pytest.raises(CppmegaError) as caught:
-        lab.apply()
-    assert caught.value.name == "bad-edit" and "node that it is given" in caught.value.what
-    lab.page()
-    assert lab.apply().ok and "return 2 * x" in lab.text()

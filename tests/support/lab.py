@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cppmega.catalogue import loader as catalogue
-from cppmega.overlay import code_cache, receipt
+from cppmega.overlay import receipt
 from cppmega.overlay import verbs as overlay
 from cppmega.overlay.verbs import Outcome, Session
 from cppmega.overlay.verdict import Verdict
@@ -81,7 +81,6 @@ class Lab:
         for name in os.environ:
             if name.startswith("CPPMEGA_"):
                 monkeypatch.delenv(name)
-        monkeypatch.setattr(code_cache, "_folder", lambda: folder / "cache")
         monkeypatch.setattr(catalogue, "builtin_folder", lambda: self.pages)
         # A kill loses nothing that was written; only a power cut would. It saves half the time.
         monkeypatch.setattr(os, "fsync", lambda handle: None)
