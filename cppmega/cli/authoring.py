@@ -1,4 +1,4 @@
-"""Commands for authors of patches: drift, pin, new."""
+"""Commands for authors of patches: drift, pin, export, new."""
 
 from __future__ import annotations
 
@@ -165,6 +165,41 @@ def pin(
         click.echo(f"    {target}  {fingerprint}")
     for note in done.notes:
         console.say(f"note: {note}")
+
+
+@cli.command()
+@click.argument("name", shell_complete=completion.patches)
+@click.option(
+    "--tree",
+    "checkout",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="CHECKOUT",
+    help="A checkout of Megatron-LM; its working tree and current branch stay as they are.",
+)
+@click.option("--branch", default="", metavar="NAME", help="Default: fix/ and the patch's name.")
+@patches_option
+@json_option
+def export(name: str, checkout: Path, branch: str, patches: Sequence[Path], as_json: bool) -> None:
+    """Commit a patch on a new branch of a Megatron checkout, as upstream would write it.
+
+    The commit has the edit without marks, formatted with black and isort, and a unit test made from
+    the patch's proof. Nothing of cppmega is imported or named in it: a patch whose edit or proof
+    calls cppmega is refused. Nothing is pushed.
+    """
+    from cppmega.authoring import export as exporting
+    from cppmega.catalogue import loader as catalogue
+    from cppmega.host import console
+    from cppmega.tree.installed import Tree
+
+    page = catalogue.get(catalogue.load(patches), name)
+    done = exporting.export(page, Tree(checkout.absolute()), branch)
+    if as_json:
+        console.print_json({**console.ENVELOPE, **done.as_json()})
+        return
+    click.echo(f"exported  {done.branch}  {done.commit[:10]}  {', '.join(done.files)}")
+    console.say(f"read it: git -C {checkout} show {done.branch}")
+    console.say(f"test it there: pytest {done.test}; it must fail without the edit")
 
 
 @cli.command()

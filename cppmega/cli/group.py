@@ -39,7 +39,7 @@ _SECTIONS = {
         "profile",
         "compare",
     ),
-    "Writing patches": ("new", "pin"),
+    "Writing patches": ("new", "pin", "export"),
     "This shell": ("completion",),
 }
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from cppmega.guard import live_code
+from cppmega.guard import live_code  # which knows that the guard compares these modules
 
 
 def shim() -> None:
@@ -39,7 +39,6 @@ def shim() -> None:
 
         live_code.replace(transformer_block, "LayerNormImpl", WrappedTorchNorm)
 
-    # Through `live_code`: pages edit these modules, and the guard compares what they define.
     live_code.replace(random.CudaRNGStatesTracker, "fork", _no_fork)
     live_code.replace(random.CudaRNGStatesTracker, "add", _remember_seed)
 

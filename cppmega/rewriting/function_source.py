@@ -16,4 +16,9 @@ _LINTER_COMMENT = re.compile(r"[ \t]+# (?:noqa|type: ignore|fmt: )[^\n]*")
 def function_text(function: Callable[..., Any]) -> str:
     """Return the source of a page's function, without its comments for linters."""
     text = textwrap.dedent(inspect.getsource(function))
-    return _LINTER_COMMENT.sub("", text).rstrip() + "\n"
+    return without_linter_comments(text).rstrip() + "\n"
+
+
+def without_linter_comments(text: str) -> str:
+    """Return code without the comments that concern linters."""
+    return _LINTER_COMMENT.sub("", text)

@@ -60,6 +60,8 @@ class Step:
     """Fingerprints of every text of the target that the page would edit."""
     launches: bool = False
     """Only marks, in a function that launches the page's kernel."""
+    silent: bool = False
+    """Leaves the page's name nowhere, not even in a comment."""
 
     @classmethod
     def of(cls, page: Page, edit: Edit) -> Step:
@@ -234,7 +236,7 @@ def _below(step: Step, node: cst.CSTNode, symbol: str) -> cst.CSTNode:
 
 
 def _marked(step: Step, node: cst.CSTNode) -> cst.CSTNode:
-    if step.launches:
+    if step.launches or step.silent:
         return node
     if not step.marked:
         return marks.with_comment(node, step.page)

@@ -41,7 +41,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
     return made
 
 
-PATCHES = ("explain", "diff", "verify", "revert", "pin")
+PATCHES = ("explain", "diff", "verify", "revert", "pin", "export")
 
 
 @pytest.mark.parametrize("command", PATCHES)
