@@ -38,6 +38,14 @@ def shim() -> None:
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
         live_code.replace(transformer_block, "LayerNormImpl", WrappedTorchNorm)
+    else:
+        from megatron.core.transformer import multi_token_prediction
+
+        # Main asks whether an MTP depth has layers of a class that is a mock without that package.
+        if hasattr(multi_token_prediction, "is_inference_column_parallel_linear"):
+            live_code.replace(
+                multi_token_prediction, "is_inference_column_parallel_linear", lambda module: False
+            )
 
     live_code.replace(random.CudaRNGStatesTracker, "fork", _no_fork)
     live_code.replace(random.CudaRNGStatesTracker, "add", _remember_seed)

@@ -111,6 +111,7 @@ def verify() -> None:
         multi_latent_attention=True,
         rotary_interleaved=False,
         dsa_indexer_rope_interleaved=False,
+        mrope_section=None,
     )
     # Position 0 stays, position 1 turns (0, 2) by 90 degrees and (1, 3) by 180.
     angles = torch.tensor([[0, 0, 0, 0], [0.5, 1, 0.5, 1]]).view(2, 1, 1, 4) * torch.pi

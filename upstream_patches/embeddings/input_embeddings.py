@@ -96,7 +96,7 @@ PATCH = Patch(
     edits=(
         Edit(
             target=f"{EMBEDDING}.__init__",
-            pins={"0.19.2": "a12dcf0224fd3355"},
+            pins={"0.19.2": "a12dcf0224fd3355", "main-d98e8a64": "3177cb58a4813785"},
             edit=appending(
                 """
                 from cppmega.features.embeddings.layer import for_embedding
@@ -108,26 +108,26 @@ PATCH = Patch(
         ),
         Edit(
             target=f"{EMBEDDING}.forward",
-            pins={"0.19.2": "54fc4eee3cabf516"},
+            pins={"0.19.2": "54fc4eee3cabf516", "main-d98e8a64": "54fc4eee3cabf516"},
             edit=in_order(adding_parameter("further_ids=None"), inserting(ADDED, after=SHAPED)),
         ),
         Edit(
             target=f"{GPT}._preprocess",
-            pins={"0.19.2": "485076e88365703f"},
+            pins={"0.19.2": "485076e88365703f", "main-d98e8a64": "485076e88365703f"},
             edit=replacing(CALLED, CALLED_FOR_A_BATCH),
             helpers=(_cppmega_of_trunk,),
             mark="",
         ),
         Edit(
             target=f"{GPT}._postprocess",
-            pins={"0.19.2": "7cce493b49072d6a"},
+            pins={"0.19.2": "7cce493b49072d6a", "main-d98e8a64": "7cce493b49072d6a"},
             edit=replacing("self.mtp", "_cppmega_for_depths(self.mtp)"),
             helpers=(_cppmega_for_depths,),
             mark="",
         ),
         Edit(
             target=f"{HYBRID}.forward",
-            pins={"0.19.2": "cc72c3a7ee6033e9"},
+            pins={"0.19.2": "cc72c3a7ee6033e9", "main-d98e8a64": "11cd0a6566dfd959"},
             edit=in_order(
                 replacing(CALLED, CALLED_FOR_A_BATCH),
                 replacing("self.mtp", "_cppmega_for_depths(self.mtp)"),
@@ -137,13 +137,13 @@ PATCH = Patch(
         ),
         Edit(
             target=f"{LANGUAGE}.setup_embeddings_and_output_layer",
-            pins={"0.19.2": "caac0f9558258b4d"},
+            pins={"0.19.2": "caac0f9558258b4d", "main-d98e8a64": "caac0f9558258b4d"},
             edit=inserting(DECLARED, before="mtp_process = getattr(self, 'mtp_process', False)"),
             mark="",
         ),
         Edit(
             target=GRADIENTS,
-            pins={"0.19.2": "c0eb17d8671296c8"},
+            pins={"0.19.2": "c0eb17d8671296c8", "main-d98e8a64": "c0eb17d8671296c8"},
             edit=appending(SUMMED),
             mark="",
         ),

@@ -8,7 +8,8 @@ Why: Stock reads the lengths on the host: it waits for the GPU twice per call, w
     this can be captured in a CUDA graph. 0.19 also launches a dozen kernels per sequence, and DSA
     does not support the fused RoPE. main still reads the last boundary if no `max_seqlen` is given,
     as in DSA's indexer.
-Upstream: https://github.com/NVIDIA/Megatron-LM/pull/5944 (main, August 2026; not released)
+Upstream: https://github.com/NVIDIA/Megatron-LM/pull/5944 (in part: not without
+    `max_seqlen`)
 Remove: when the function contains neither `.tolist()` nor `.item()`.
 Numerics: none (bitwise)
 """

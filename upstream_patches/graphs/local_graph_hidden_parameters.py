@@ -13,7 +13,8 @@ Why: The parameters of a graph are found from the outputs of its capture, and mo
     finds the parameters, but leaves `param.grad` as it is after a capture, and marks every gradient
     as added. With pipeline parallelism, a layer has a graph for each micro-batch in flight, and
     those after the first add only what fused kernels add (seen on CPU, d98e8a64).
-Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6373 (main, August 2026; not released)
+Upstream: https://github.com/NVIDIA/Megatron-LM/pull/6373 (in part: main finds the
+    parameters, and keeps what is left in `param.grad`)
 Remove: when `create_fwd_graph` finds the parameters from the outputs of the warm-up, and
     `create_bwd_graph` clears `param.grad` and marks nothing.
 Numerics: changes results of runs with local CUDA graphs and selective recomputation, and on main of

@@ -159,6 +159,7 @@ def verify() -> None:
             fp8=None, fp4=None, flash_decode=False, cuda_graph_impl="none", cuda_graph_scope=[]
         )
         stack.config.recompute_granularity, stack.config.distribute_saved_activations = None, False
+        stack.config.enable_hyper_connections = False
         stack.config.__dict__.update(config)
         stack(torch.ones(2, 1, 4, requires_grad=True), None).sum().backward()
         grads = [parameter.grad for parameter in stack.parameters()]

@@ -1,4 +1,4 @@
-"""Add Mamba-3 and M2RNN layers to hybrid stacks of 0.19.
+"""Add Mamba-3 and M2RNN layers to hybrid stacks of 0.19 and main.
 
 What: With `CPPMEGA_MAMBA3`, which the trainer sets from the recipe's field `mamba3`, the letter `M`
     of a hybrid pattern denotes a layer with a Mamba-3 mixer instead of Mamba-2's; with
@@ -49,7 +49,7 @@ PATCH = Patch(
     edits=(
         Edit(
             target=f"{ALLOCATION}:Symbols",
-            pins={"0.19.2": "d1935be4b67e54fa"},
+            pins={"0.19.2": "d1935be4b67e54fa", "main-d98e8a64": "d1935be4b67e54fa"},
             edit=in_order(
                 inserting('M2RNN = "R"', before="ATTENTION = '*'"),
                 replacing(
@@ -61,7 +61,7 @@ PATCH = Patch(
         ),
         Edit(
             target=STACK,
-            pins={"0.19.2": "1008fcf6068c752f"},
+            pins={"0.19.2": "1008fcf6068c752f", "main-d98e8a64": "2d7b4b530606eec4"},
             edit=in_order(
                 replacing(
                     "layer_type == LayerSymbols.MAMBA",

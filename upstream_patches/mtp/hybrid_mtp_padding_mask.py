@@ -9,7 +9,8 @@ Why: MTP accepts the mask and rolls it along with the tokens. `GPTModel` passes 
     an MTP router counted all 16). `MambaModel` of 0.17 drops the mask as well, but its MTP block
     does not accept one yet. With sequence parallelism, stock trains a model whose decoder is dense
     and ignores the mask, so the mask of all tokens may arrive here.
-Upstream: Not sent: found by reading; dev passes the mask, main does not.
+Upstream: Not sent: found by reading; dev passes the mask, main does not; neither
+    divides it.
 Remove: when `HybridModel.forward` passes `padding_mask` to `self.mtp`, and the MTP layers divide it
     among the ranks with sequence parallelism.
 Numerics: changes results of runs that pass a padding mask and have MoE in their MTP depths
@@ -17,11 +18,30 @@ Numerics: changes results of runs that pass a padding mask and have MoE in their
 
 from cppmega.catalogue.megatron_args import has_mtp, layer_pattern
 from cppmega.edits import adding_argument, inserting
-from cppmega.page import Edit, Patch, Source
+from cppmega.page import Edit, Patch, Source, left_alone
 
 TARGET = "megatron/core/models/hybrid/hybrid_model.py:HybridModel.forward"
 MTP = "megatron/core/transformer/multi_token_prediction.py"
 LAYER = f"{MTP}:MultiTokenPredictionLayer._proj_and_transformer_layer"
+
+DIVIDED = inserting(
+    """
+    if (
+        padding_mask is not None
+        and self.config.sequence_parallel
+        and padding_mask.shape[1] != hidden_states.shape[0]
+    ):
+        padding_mask = scatter_to_sequence_parallel_region(
+            padding_mask.transpose(0, 1).contiguous(), group=self.tp_group
+        ).transpose(0, 1)
+    """,
+    before="""
+    if self.config.sequence_parallel:
+        rng_context = tensor_parallel.get_cuda_rng_tracker().fork()
+    else:
+        rng_context = nullcontext()
+    """,
+)
 
 PATCH = Patch(
     purpose="fix",
@@ -42,26 +62,12 @@ PATCH = Patch(
                 "0.19.2": "958a8991c4021ac3",
                 "main-d98e8a64": "958a8991c4021ac3",
             },
-            edit=inserting(
-                """
-                if (
-                    padding_mask is not None
-                    and self.config.sequence_parallel
-                    and padding_mask.shape[1] != hidden_states.shape[0]
-                ):
-                    padding_mask = scatter_to_sequence_parallel_region(
-                        padding_mask.transpose(0, 1).contiguous(), group=self.tp_group
-                    ).transpose(0, 1)
-                """,
-                before="""
-                if self.config.sequence_parallel:
-                    rng_context = tensor_parallel.get_cuda_rng_tracker().fork()
-                else:
-                    rng_context = nullcontext()
-                """,
-            ),
+            edit=DIVIDED,
             mark="",  # GPT models call it as well
         ),
+        # The mask gets to the depths of dev, and is divided nowhere.
+        Edit(target=TARGET, pins={"dev-d48bd6be": "2ebaeee3af243e7a"}, edit=left_alone),
+        Edit(target=LAYER, pins={"dev-d48bd6be": "8e0540b47cf09dea"}, edit=DIVIDED),
     ),
     reached="forward",
     feature=("megatron/core/models/hybrid/hybrid_model.py:HybridModel",),
@@ -72,7 +78,8 @@ PATCH = Patch(
 
 def fixed_upstream(source: Source) -> bool:
     call = source.text(TARGET).partition("self.mtp(")[2].partition("if not self.post_process")[0]
-    return "padding_mask=padding_mask" in call
+    divided = "scatter_to_sequence_parallel_region(padding_mask" in source.text(LAYER)
+    return "padding_mask=padding_mask" in call and divided
 
 
 def verify() -> None:
@@ -93,7 +100,7 @@ def verify() -> None:
         return hidden_states.masked_fill(padding_mask.t(), 0)
 
     model = Arguments(
-        config=Arguments(),
+        config=Arguments(moe_n_hash_layers=0),
         decoder=lambda *, hidden_states, **_: hidden_states,
         mtp=mtp,
         mtp_process=True,

@@ -87,9 +87,9 @@ def verify() -> None:
             )
         except BuiltError:
             return
-        except (
-            ModuleNotFoundError
-        ) as error:  # the bug itself, not a missing dependency of the proof
+        except ModuleNotFoundError as error:
+            if (error.name or "").startswith("modelopt"):
+                return  # a checkout has the module, which imports ModelOpt itself
             raise AssertionError(
                 f"imports a module that the wheel does not ship: {error}"
             ) from None

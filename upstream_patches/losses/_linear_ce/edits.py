@@ -13,9 +13,9 @@ _CHOICE = """
 # A ColumnParallelLinear that can also end in the loss, so that the logits never exist.
 output_layer_class = {stock}
 if config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == 'linear':
-    from cppmega.features.linear_cross_entropy.module import LinearCrossEntropyModule
+    from cppmega.features.linear_cross_entropy import module as fused
 
-    output_layer_class = LinearCrossEntropyModule
+    output_layer_class = fused.LinearCrossEntropyModule
 """
 
 LOGITS = """
