@@ -1,4 +1,4 @@
-"""Commands for authors of patches: drift, pin, export, new."""
+"""Commands for authors of patches: drift, pin, port, export, new."""
 
 from __future__ import annotations
 
@@ -165,6 +165,70 @@ def pin(
         click.echo(f"    {target}  {fingerprint}")
     for note in done.notes:
         console.say(f"note: {note}")
+
+
+@cli.command()
+@click.argument("old")
+@click.argument("new")
+@click.option(
+    "--label",
+    default="",
+    metavar="NAME",
+    help="The version to pin NEW's texts for (default: its version, or its folder's name).",
+)
+@patches_option
+@json_option
+def port(old: str, new: str, label: str, patches: Sequence[Path], as_json: bool) -> None:
+    """Pin every patch on NEW whose edit carries over from OLD; list the others as work.
+
+    OLD and NEW are named as in `cppmega drift`. An edit carries over if it fits the new text and
+    upstream changed none of the statements that it replaces; then every law and the proof must hold
+    there. The rest is listed with the statements that differ, and with what to do.
+
+    Exit status 0: every patch that NEW needs is known there.
+    """
+    import tempfile
+
+    from cppmega.authoring import drift as drifting
+    from cppmega.authoring import pin as pinning
+    from cppmega.authoring import port as porting
+    from cppmega.catalogue import loader as catalogue
+    from cppmega.host import console
+    from cppmega.page import Page
+    from cppmega.tree import resolve
+
+    pages = catalogue.load(patches)
+    with tempfile.TemporaryDirectory(prefix="cppmega-port-") as folder:
+        sides = [
+            (name, resolve.tree_of(name, Path(folder) / place, console.say))
+            for name, place in ((old, "old"), (new, "new"))
+        ]
+        found = drifting.compare(sides[0], sides[1], pages)
+
+        def pin_page(page: Page) -> pinning.Pinned:
+            console.say(page.name)
+            scratch = Path(folder) / page.name
+            scratch.mkdir()
+            version = label or resolve.label_of(found.new.tree, page.patch.distributions[0])
+            tree = found.new.tree
+            if "megatron-core" not in page.patch.distributions:
+                tree = resolve.with_megatron(tree, scratch / "joined")
+            return pinning.pin(page, version, tree, scratch, console.say)
+
+        rows = []
+        for one in porting.port(found.pages, pin_page):
+            rows.append(one)
+            for line in () if as_json else porting.lines(one, found):
+                click.echo(carrying(line, patches))
+    left = [one.drift.page.name for one in rows if one.pinned is None]
+    if as_json:
+        listed = [one.as_json(found) for one in rows]
+        for row in listed:
+            row["next"] = carrying(row["next"], patches)
+        answer = {"ok": not left, "patches": listed}
+        console.print_json({**console.ENVELOPE, **answer})
+    console.say(f"{len(rows) - len(left)} pinned; to do: {', '.join(left) or 'nothing'}")
+    sys.exit(NOT_AS_IT_MUST_BE if left else FINE)
 
 
 @cli.command()

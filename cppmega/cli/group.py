@@ -39,7 +39,7 @@ _SECTIONS = {
         "profile",
         "compare",
     ),
-    "Writing patches": ("new", "pin", "export"),
+    "Writing patches": ("new", "pin", "port", "export"),
     "This shell": ("completion",),
 }
 

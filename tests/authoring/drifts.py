@@ -39,10 +39,19 @@ def page(
     patch: str = 'reached="forward"',
     name: str = "work_works",
     more: str = "",
+    verify: str = "pass",
 ) -> Page:
     """A page that pins `old` for 1.0, and more texts for other versions."""
     path = made.page(
-        folder, name, target=target, source=old, edit=edit, patch=patch, fixed=fixed, more=more
+        folder,
+        name,
+        target=target,
+        source=old,
+        edit=edit,
+        patch=patch,
+        fixed=fixed,
+        more=more,
+        verify=verify,
     )
     texts = {"1.0": old} | (pins or {})
     prints = {version: fingerprint.of_source(text) for version, text in texts.items()}
