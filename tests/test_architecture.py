@@ -36,8 +36,6 @@ PUBLIC = {
     "cli": ("main",),
     "features.linear_cross_entropy.module": ("LinearCrossEntropyModule",),
     "features.linear_cross_entropy.heads": ("head_loss",),
-    "modules.linear_cross_entropy": ("LinearCrossEntropyModule",),
-    "modules.linear_cross_entropy_heads": ("head_loss",),
     "ops.dsa_indexer": ("choose_keys", "indexer_loss"),
     "ops.dsa_indexer_problem": ("Bounds", "Loss"),
     "ops.rope": ("rotated",),

@@ -18,7 +18,7 @@ class _Moved(ModuleType):
 
     def __init__(self, old: str, new: tuple[str, ...]) -> None:
         super().__init__(old, f"Moved to {' and '.join(new)}; this name stays for one release.")
-        self.__dict__.update(_moved_to=new, _before={})
+        self._moved_to = new
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # what looks through sys.modules reads these, and needs none
@@ -28,23 +28,6 @@ class _Moved(ModuleType):
             if hasattr(module := importlib.import_module(each), name):
                 return getattr(module, name)
         return getattr(importlib.import_module(last), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("__"):
-            super().__setattr__(name, value)
-            return
-        module = importlib.import_module(self._moved_to[0])
-        if hasattr(module, name):
-            self._before.setdefault(name, getattr(module, name))
-        setattr(module, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        """Take back what was set: so test tools end a patch of what they find in no `__dict__`."""
-        module = importlib.import_module(self._moved_to[0])
-        if name in self._before:
-            setattr(module, name, self._before.pop(name))
-        else:
-            delattr(module, name)
 
 
 def keep_names(package: str, moved: Mapping[str, str]) -> None:

@@ -8,13 +8,9 @@ import sys
 
 import pytest
 
-import cppmega.modules
 import cppmega.ops
 
-MOVED = {
-    **{f"cppmega.ops.{old}": new for old, new in cppmega.ops._moved()},
-    **{f"cppmega.modules.{old}": f"cppmega.{new}" for old, new in cppmega.modules._MOVED.items()},
-}
+MOVED = {f"cppmega.ops.{old}": new for old, new in cppmega.ops._moved()}
 
 
 @pytest.mark.megatron
@@ -29,20 +25,9 @@ def test_a_former_name_has_all_that_the_module_has(old: str) -> None:
         _ = former.no_such_name
 
 
-def test_what_is_set_under_a_former_name_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cppmega.ops.common import bounds, device
-
-    with monkeypatch.context() as patch:
-        patch.setattr("cppmega.ops.dsa_indexer_device.LEAST_SHARED", 7)
-        assert device.LEAST_SHARED == 7
-    assert device.LEAST_SHARED == 99 * 1024
-    problem = importlib.import_module("cppmega.ops.dsa_indexer_problem")
-    assert problem.Bounds is bounds.Bounds  # which now lies in another module than its neighbours
-
-
 def test_former_names_load_nothing_until_they_are_used() -> None:
     code = (
-        "import sys, cppmega.ops.rope_triton as old, cppmega.modules.te_layers\n"
+        "import sys, cppmega.ops.rope_triton as old, cppmega.ops.hadamard\n"
         "assert not {'torch', 'triton'} & sys.modules.keys()\n"
         "assert not hasattr(old, '__path__')\n"
         "assert not {'torch', 'triton'} & sys.modules.keys()\n"
