@@ -104,6 +104,19 @@ def test_the_nightly_job_passes_and_fails_with_what_upstream_did(lab: Lab) -> No
     assert suite.get("failures") == "1"
 
 
+def test_the_nightly_job_names_a_recipe_that_upstream_takes_away(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has ported the patch; that is a finding only for whoever trains a recipe with it."""
+    unported = {"pins": {"0.9": "0" * 16}, "builds_on": (f"{A}:later",)}
+    lab.page("mtp_roll_packed_sequences", f"{B}:other", "str", **unported)
+    assert run(lab, "drift") == {"Compare": 0}
+    monkeypatch.setitem(WORKFLOW["env"], "RECIPES", "--recipe smoke_cpu")
+    assert run(lab, "drift") == {"Compare": 1}
+    (result,) = sarif_rules.checked((lab.root.parent / "reports/drift.sarif").read_text()).results
+    assert "smoke_cpu cannot be built" in result.message.text
+
+
 def test_the_job_of_a_pull_request_proves_every_patch(lab: Lab) -> None:
     assert run(lab, "patches") == {"Apply": 0, "Show the state of each patch": 0, "Prove": 0}
     (case,) = Xml.parse(lab.root.parent / "reports" / "verify.xml").getroot()[0]
