@@ -12,12 +12,14 @@ from typing import Any
 import click
 
 from cppmega import calls, guard
+from cppmega.checkpoints import files as checkpoint_files
 from cppmega.guard import error_file
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.run_options import RunOptions
+from cppmega.rules import starts
 from cppmega.training import options as trainer_options
 from cppmega.training import plan as planning
-from cppmega.training import requirements
+from cppmega.training.requirements import Start
 from cppmega.tree import accepted
 
 
@@ -42,11 +44,12 @@ def train(
     calls.allow(options.allow_fallback)
     session = planning.open_session(options.root)
     calls.check_allowed(session.pages)
-    requirements.check_profile(changed, options)
+    Start(changed, options).check(*starts.PROFILE)
     if changed.kind == "loop" and not dry_run:
         from cppmega.smoke import loop as smoke_loop
 
-        requirements.check_checkpoint(options.load)
+        if options.load is not None:
+            checkpoint_files.newest(options.load)
         smoke_loop.train(changed, options)
         return
     plan = planning.check_files(changed, options, session)

@@ -18,7 +18,7 @@ from pathlib import Path
 from cppmega.catalogue import loader as catalogue
 from cppmega.errors import CppmegaError, did_you_mean
 from cppmega.host.paths import PACKAGE, shipped
-from cppmega.rules import RULES, recipes
+from cppmega.rules import RULES, recipes, starts
 from cppmega.rules.rule import Rule
 
 _ALTERNATIVES = 8
@@ -88,7 +88,7 @@ def rules(catalogues: Iterable[Path] = ()) -> Iterator[tuple[str, Cause]]:
         pages = catalogue.load([*catalogues]).values()
     except CppmegaError:  # of a page that is being written
         pages = catalogue.load().values()
-    for rule in (*RULES, *(rule for page in pages for rule in page.patch.rules)):
+    for rule in (*RULES, *starts.RULES, *(rule for page in pages for rule in page.patch.rules)):
         if rule.what or rule.option:
             yield of_rule(rule)
 

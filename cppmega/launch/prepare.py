@@ -8,10 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from cppmega import calls
-from cppmega.checkpoints import tracker as checkpoint_tracker
 from cppmega.errors import CppmegaError
 from cppmega.host import allocator, console
-from cppmega.host.wording import counted
 from cppmega.launch import resume as launch_resume
 from cppmega.launch.request import LaunchRequest, ValidatedLaunch
 from cppmega.preflight.context import Context
@@ -20,10 +18,11 @@ from cppmega.recipe import Recipe
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.render import render
 from cppmega.recipe.run_options import RunOptions
+from cppmega.rules import starts
 from cppmega.runs import folder as run_folder
 from cppmega.runs import tmux
 from cppmega.runs.manifest import DataRecord
-from cppmega.training import requirements
+from cppmega.training.requirements import Start
 
 _LOOP_RANKS = 2
 """So that a CPU launch, like a GPU launch, has process groups and ranks that must agree."""
@@ -51,16 +50,18 @@ def prepare(request: LaunchRequest) -> ValidatedLaunch:
         launch_resume.check(recipe, earlier)
     if request.tmux is not None:
         _check_session(request.tmux, request.recipe)
-    nproc = _ranks(request, recipe)
-    _check_nodes(request)
+    start = Start(
+        recipe, nodes=request.nodes, nproc=request.nproc, rdzv=request.rdzv, name=request.name
+    )
+    start.check(*starts.DIVISION, *starts.HOSTS)
+    nproc = recipe.gpus // request.nodes or request.nproc or _LOOP_RANKS
     folder = _folder(request, recipe, runs)
     if earlier is not None:
         launch_resume.report(request, recipe, earlier, environ)
         load = request.options.load or earlier.run.checkpoints
         request = replace(request, options=replace(request.options, load=load))
     options = _options(request.options, recipe, folder)
-    _refuse_finished(recipe, options.load)
-    requirements.check_profile(recipe.plus(*request.arguments), options)
+    Start(recipe.plus(*request.arguments), options).check(*starts.STEPS, *starts.PROFILE)
     _check_loop(recipe, options, nproc * request.nodes)
     context = Context(
         root=options.root,
@@ -94,57 +95,6 @@ def _check_session(name: str, recipe: str) -> None:
     tmux.refuse_existing(name)
 
 
-def _ranks(request: LaunchRequest, recipe: Recipe) -> int:
-    """Processes on each host.
-
-    Raises:
-        CppmegaError: `wrong-world-size`.
-    """
-    if recipe.gpus == 0:
-        return request.nproc or _LOOP_RANKS
-    if request.nproc is not None and request.nproc * request.nodes != recipe.gpus:
-        world = request.nproc * request.nodes
-        raise CppmegaError(
-            "wrong-world-size",
-            f"Recipe {recipe.name} takes {counted(recipe.gpus, 'GPU')}, not {world}.",
-            "A different number of replicas means another batch and another layout.",
-            f"leave --nproc out, or --set gpus={world} with a batch that fits",
-        )
-    each, rest = divmod(recipe.gpus, request.nodes)
-    if rest or not each:
-        raise CppmegaError(
-            "wrong-world-size",
-            f"The {counted(recipe.gpus, 'GPU')} of {recipe.name} cannot be spread over "
-            f"{counted(request.nodes, 'host')}.",
-            "torchrun starts the same number of processes on each.",
-            f"--nnodes with a divisor of {recipe.gpus}",
-        )
-    return each
-
-
-def _check_nodes(request: LaunchRequest) -> None:
-    """Check that several hosts can find each other.
-
-    Raises:
-        CppmegaError: `rendezvous-of-one`, `no-rendezvous`.
-    """
-    if request.nodes == 1 and request.rdzv is not None:
-        raise CppmegaError(
-            "rendezvous-of-one",
-            f"--rdzv {request.rdzv} is given without --nnodes.",
-            "This host would train alone, and the others would wait for it.",
-            "--nnodes with the number of hosts, or leave --rdzv out",
-        )
-    if request.nodes > 1 and (request.rdzv is None or request.name is None):
-        raise CppmegaError(
-            "no-rendezvous",
-            f"--nnodes {request.nodes} needs --rdzv and --name.",
-            "The hosts find each other at one address, and write to one run folder.",
-            "on every host: cppmega launch RECIPE --nnodes N --rdzv FIRST_HOST:29500 --name NAME "
-            "--runs A_SHARED_FOLDER",
-        )
-
-
 def _folder(request: LaunchRequest, recipe: Recipe, runs: Path) -> Path:
     """Where the run folder will be.
 
@@ -173,22 +123,6 @@ def _options(options: RunOptions, recipe: Recipe, folder: Path) -> RunOptions:
         profile_folder=options.profile_folder or (folder / "profile" if options.profile else None),
         data=data,
     ).resuming()  # as the trainer will; the manifest must record it
-
-
-def _refuse_finished(recipe: Recipe, load: Path | None) -> None:
-    """Refuse a checkpoint that already has all the steps.
-
-    Raises:
-        CppmegaError: `already-trained`.
-    """
-    step = checkpoint_tracker.newest_step(load) if load is not None else None
-    if step is not None and step >= recipe.train_iters:
-        raise CppmegaError(
-            "already-trained",
-            f"The checkpoint in {load} has {step} steps, and {recipe.train_iters} are requested.",
-            "The run would end immediately, with a folder and no step.",
-            f"--set train_iters={step + recipe.train_iters} trains on",
-        )
 
 
 def _check_loop(recipe: Recipe, options: RunOptions, world: int) -> None:

@@ -18,7 +18,9 @@ from cppmega.data.tokenizers import TokenizerRecord
 from cppmega.errors import CppmegaError
 from cppmega.recipe import Recipe
 from cppmega.recipe.run_options import RunOptions
+from cppmega.rules import starts
 from cppmega.training.batch import DataTokens
+from cppmega.training.requirements import Start
 
 
 def check(
@@ -39,25 +41,11 @@ def check(
             `held-out-data-unused`, `held-out-data-trained-on`, `held-out-data-too-small`, and what
             `corpus`, `data_reading`, `structure_files` and `tokenizers` raise.
     """
-    _check_held_out_options(recipe, options)
+    Start(recipe, options).check(*starts.DATA)
     if options.mock_data:
-        if options.data or options.held_out:
-            raise CppmegaError(
-                "data-and-mock-data",
-                f"Both {'--data' if options.data else '--held-out'} and --mock-data are given.",
-                "It would not be clear afterwards what the model was trained on.",
-                "leave one of them out",
-            )
         _check_structure_rows(recipe)
         evaluated = "mock" if recipe.eval_interval else ""
         return DataTokens(recipe.vocab_size, recipe.vocab_size - 1, "mock", evaluated)
-    if not options.data:
-        raise CppmegaError(
-            "no-data",
-            "Neither --data nor --mock-data is given.",
-            "Mock data is never used silently: it trains faster and means nothing.",
-            "python -m cppmega.data.command --out PREFIX TEXT..., then --data PREFIX",
-        )
     found = [corpus.open_(Path(prefix)) for prefix in (*options.data, *options.held_out)]
     described = [_described(one, options.tokenizer, options.eod) for one in found]
     for one, other in zip(found, described, strict=True):
@@ -79,29 +67,6 @@ def check(
         _check_held_out(held_out, trained, recipe)
     names = ("+".join(map(data_record.name, part)) for part in (trained, held_out))
     return DataTokens(recipe.vocab_size, described[0].eod, *names)
-
-
-def _check_held_out_options(recipe: Recipe, options: RunOptions) -> None:
-    """Check that held-out data are named if they are used, and only then.
-
-    Raises:
-        CppmegaError: `no-held-out-data`, `held-out-data-unused`.
-    """
-    if recipe.eval_interval and not (options.held_out or options.mock_data):
-        raise CppmegaError(
-            "no-held-out-data",
-            f"Recipe {recipe.name} is evaluated every {recipe.eval_interval} steps, and --held-out "
-            "is not given.",
-            "A loss on the training data does not show what the model has learnt.",
-            "--held-out PREFIX, of data prepared from other sources, or --set eval_interval=0",
-        )
-    if options.held_out and not recipe.eval_interval:
-        raise CppmegaError(
-            "held-out-data-unused",
-            f"--held-out is given, and recipe {recipe.name} has eval_interval=0.",
-            "Nothing would be evaluated.",
-            "--set eval_interval=STEPS, or leave --held-out out",
-        )
 
 
 def _check_held_out(held_out: list[Corpus], trained: list[Corpus], recipe: Recipe) -> None:

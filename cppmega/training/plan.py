@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cppmega import calls, guard
 from cppmega.catalogue import gates
+from cppmega.checkpoints import files as checkpoint_files
 from cppmega.errors import CppmegaError
 from cppmega.guard import imported
 from cppmega.overlay.verbs import Session
@@ -15,8 +15,10 @@ from cppmega.overlay.wanted import wanted_patches
 from cppmega.recipe import Recipe
 from cppmega.recipe.render import Rendered, render
 from cppmega.recipe.run_options import RunOptions
+from cppmega.rules import starts
 from cppmega.training import data_requirements, requirements
 from cppmega.training.batch import DataTokens
+from cppmega.training.requirements import Start
 from cppmega.tree import accepted
 
 
@@ -71,11 +73,10 @@ def check_files(recipe: Recipe, options: RunOptions, session: Session) -> Traini
         )
     gates.check(session.pages.values())
     version = session.read_tree().version
-    # The end token is known only once the data is: it adds to the arguments and removes none.
-    requirements.check_complete(recipe, render(recipe, version, options))
-    requirements.check_gates(recipe, os.environ)
+    Start(recipe, options, session).check(*starts.COMPLETE, *starts.GATES)
     data = data_requirements.check(recipe, options)
-    requirements.check_checkpoint(options.load)
+    if options.load is not None:
+        checkpoint_files.newest(options.load)
     return TrainingPlan(
         recipe=recipe,
         options=options,
@@ -92,10 +93,10 @@ def check_machine(plan: TrainingPlan) -> TrainingPlan:
     Raises:
         CppmegaError: one named reason for each thing that is not as it must be.
     """
-    requirements.check_tree(plan.session.read_tree())
+    start = Start(plan.recipe, plan.options, plan.session)
+    start.check(*starts.TREE)
     digest = requirements.check_patches(plan.recipe, plan.session)
-    requirements.check_packages(plan.recipe, plan.options)
-    requirements.check_world(plan.recipe, os.environ)
+    start.check(*starts.PACKAGES, *starts.RANKS)
     requirements.set_environment(plan.rendered.environment)
     active = guard.active()
     if active is not None:

@@ -231,7 +231,7 @@ def _saves(plan: TrainingPlan) -> saving.Saves | None:
 
 
 def _profiler(plan: TrainingPlan) -> StepProfiler:
-    done, _ = requirements.steps_of(plan.recipe, plan.options)
+    done, _ = requirements.Start(plan.recipe, plan.options).steps
     return StepProfiler(
         plan.options,
         done + 1,

@@ -1,64 +1,78 @@
-"""Requirements that must hold before a training run may touch a GPU, checked without torch.
-
-Each check stops with an error name of its own, so that a mistyped path is not discovered only after
-the model has been built or, worse, never.
-"""
+"""What a start is asked before it may touch a GPU, without torch: see `cppmega.rules.starts`."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-from cppmega.checkpoints import files as checkpoint_files
 from cppmega.checkpoints import tracker as checkpoint_tracker
 from cppmega.errors import CppmegaError
-from cppmega.host import allocator, command_words, env
-from cppmega.host.wording import counted
+from cppmega.host import allocator, command_words
 from cppmega.overlay import receipt
 from cppmega.overlay.verbs import Session
 from cppmega.overlay.verdict import Verdict
 from cppmega.overlay.wanted import wanted_patches
 from cppmega.recipe import Recipe
-from cppmega.recipe.render import Rendered
+from cppmega.recipe.render import Rendered, render
 from cppmega.recipe.run_options import RunOptions
 from cppmega.rules import RULES
-from cppmega.rules.rule import Run, check
+from cppmega.rules.rule import Rule, Run, check
 from cppmega.tree.installed import Tree
 
 
-def check_tree(tree: Tree) -> None:
-    """Check that the megatron to be imported has a training loop.
+@dataclass(frozen=True)
+class Start:
+    """A start of a recipe, as the rules of `cppmega.rules.starts` see it."""
 
-    Raises:
-        CppmegaError: `training-not-in-wheel`.
-    """
-    if not (tree.root / "megatron" / "training" / "__init__.py").is_file():
-        raise CppmegaError(
-            "training-not-in-wheel",
-            f"{tree.root} has megatron.core {tree.version} and no megatron.training.",
-            "Wheels up to 0.16 ship only the library; the training loop is in the repository.",
-            "pip install megatron-core==0.19.2, or a checkout of the same version on PYTHONPATH",
-        )
+    recipe: Recipe
+    options: RunOptions = field(default_factory=RunOptions)
+    session: Session | None = None
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    nodes: int = 1
+    nproc: int | None = None
+    rdzv: str | None = None
+    name: str | None = None
 
+    @property
+    def tree(self) -> Tree:
+        """The tree that the run imports."""
+        assert self.session is not None
+        return self.session.read_tree()
 
-def check_complete(recipe: Recipe, rendered: Rendered) -> None:
-    """Check that the release has everything the recipe needs.
+    @cached_property
+    def rendered(self) -> Rendered:
+        """The recipe on that tree. An end token, known with the data, adds to it alone."""
+        return render(self.recipe, self.tree.version, self.options)
 
-    Raises:
-        CppmegaError: `recipe-not-complete`.
-    """
-    if rendered.missing:
-        lacks = "; ".join(f"{gap.part}: {gap.reason}" for gap in rendered.missing)
-        raise CppmegaError(
-            "recipe-not-complete",
-            f"Recipe {recipe.name} on megatron-core {rendered.version} lacks {lacks}.",
-            "Another, smaller model would train under this model's name.",
-            "cppmega recipes shows what each one lacks; train one that lacks nothing, or your own",
-        )
+    @property
+    def world(self) -> int:
+        """The number of ranks that this process is one of."""
+        return int(self.environ.get("WORLD_SIZE", "1"))
+
+    @property
+    def loaded(self) -> int | None:
+        """The steps of the checkpoint from which it resumes."""
+        load = self.options.load
+        return checkpoint_tracker.newest_step(load) if load is not None else None
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """The number of steps already done, and the step after which the run ends."""
+        done, every = self.loaded or 0, self.options.exit_interval
+        last = self.recipe.train_iters if every is None else (done // every + 1) * every
+        return done, min(last, self.recipe.train_iters)
+
+    def check(self, *rules: Rule) -> None:
+        """Ask rules of `cppmega.rules.starts`.
+
+        Raises:
+            CppmegaError: the first one that is broken.
+        """
+        check(rules, self)
 
 
 IN_THE_CODE = ("applied", "armed", "upstreamed")
@@ -113,143 +127,6 @@ def _how_to_ask(recipe: Recipe, session: Session, name: str) -> str:
     """What a command must say to apply a page that is applied only where somebody asks for it."""
     page = session.pages.get(name)
     return f" --recipe {recipe.name}" if page is not None and page.only_where_asked else ""
-
-
-def check_profile(recipe: Recipe, options: RunOptions) -> None:
-    """Check that the steps to be profiled are among those of the run.
-
-    Raises:
-        CppmegaError: `profile-beyond-run`, `profiled-twice`.
-    """
-    if options.profile is None:
-        return
-    done, last = steps_of(recipe, options)
-    needed = options.profile_after + options.profile
-    if done + needed > last:
-        raise CppmegaError(
-            "profile-beyond-run",
-            f"--profile {options.profile} --profile-after {options.profile_after} takes {needed} "
-            f"steps; this run has {max(last - done, 0)}, from {done + 1} to {last}.",
-            "It would end without a profile.",
-            f"--set train_iters={done + needed}, another --exit-interval, or fewer steps",
-        )
-    if "--profile" in recipe.arguments:
-        raise CppmegaError(
-            "profiled-twice",
-            "--profile is among Megatron's own arguments, too.",
-            "Two profilers cannot record at the same time.",
-            "leave one of the two out",
-        )
-
-
-def steps_of(recipe: Recipe, options: RunOptions) -> tuple[int, int]:
-    """The number of steps already done at a start, and the step after which it ends."""
-    loaded = options.load and checkpoint_tracker.newest_step(options.load)
-    done, every = loaded or 0, options.exit_interval
-    last = recipe.train_iters if every is None else (done // every + 1) * every
-    return done, min(last, recipe.train_iters)
-
-
-_OF_FIELDS = {
-    env.DSA_INDEX_PATTERN.name: "dsa_index_pattern",
-    env.NGRAM_HASH.name: "ngram_hash",
-    env.STRUCTURE.name: "structure",
-    env.MAMBA3.name: "mamba3",
-    env.M2RNN.name: "m2rnn",
-}
-"""Variables that change a model, with the fields that set them."""
-
-
-def check_gates(recipe: Recipe, environment: Mapping[str, str]) -> None:
-    """Check that the switches are set that the recipe relies on, and that none contradicts it.
-
-    Raises:
-        CppmegaError: `gate-not-set`, `variable-differs`.
-    """
-    for name, wanted in recipe.wanted_gates:
-        found = environment.get(name, "")
-        if found != wanted:
-            raise CppmegaError(
-                "gate-not-set",
-                f"Recipe {recipe.name} needs {name}={wanted}; the environment has {found!r}.",
-                "The patch it switches is off, and the run is not the one the recipe describes.",
-                f"export {name}={wanted}, then python -m cppmega.apply_patches",
-            )
-    for name, wanted in recipe.variables:
-        if environment.get(name, wanted) != wanted:
-            raise CppmegaError(
-                "variable-differs",
-                f"Recipe {recipe.name} means {name}={wanted}; the environment has "
-                f"{environment[name]!r}.",
-                "The run would follow the environment, and be recorded with the recipe.",
-                f"unset {name}, or change the recipe's field with --set",
-            )
-    meant = dict(recipe.variables)
-    for variable, field in _OF_FIELDS.items():
-        found = environment.get(variable, "").strip()
-        if found and variable not in meant:
-            raise CppmegaError(
-                "variable-differs",
-                f"{variable}={found} is set, and recipe {recipe.name} has no {field}.",
-                "The run would follow the environment, and be recorded with the recipe.",
-                f"unset {variable}, or --set {field}=...",
-            )
-
-
-def check_world(recipe: Recipe, environment: Mapping[str, str]) -> None:
-    """Check that there are as many processes as the recipe has GPUs.
-
-    Raises:
-        CppmegaError: `wrong-world-size`.
-    """
-    world = int(environment.get("WORLD_SIZE", "1"))
-    if world != recipe.gpus:
-        raise CppmegaError(
-            "wrong-world-size",
-            f"Recipe {recipe.name} takes {counted(recipe.gpus, 'GPU')}; the launch has "
-            f"{counted(world, 'process', 'processes')}.",
-            "A different number of replicas means another batch and another layout.",
-            f"torchrun --nproc_per_node {recipe.gpus} -m cppmega.run -m cppmega.trainer "
-            f"{recipe.name} ..., or --set gpus={world} with a batch that fits",
-        )
-
-
-def check_packages(recipe: Recipe, options: RunOptions) -> None:
-    """Check that the packages are installed that the run will import late.
-
-    Raises:
-        CppmegaError: `package-missing`.
-    """
-    needed = {"transformer_engine": ("the layers of every recipe for GPUs", "")}
-    if recipe.uses_tilelang:
-        needed["tilelang"] = ("the recipe's DSA kernels", "--set dsa_kernel_backend=none")
-    if recipe.uses_mamba_ssm:
-        needed["mamba_ssm"] = ("the recipe's Mamba-3 layers", "")
-    if recipe.uses_mimo:
-        needed["tilelang"] = ("the recipe's Mamba-3 layers", "")
-    if options.tensorboard is not None:
-        needed["tensorboard"] = ("--tensorboard", "leave --tensorboard out")
-    if options.wandb_project:
-        needed["wandb"] = ("--wandb-project", "leave --wandb-project out")
-    for package, (purpose, otherwise) in needed.items():
-        if importlib.util.find_spec(package) is None:
-            raise CppmegaError(
-                "package-missing",
-                f"The package {package} is not installed; it is needed for {purpose}.",
-                "Megatron would stop after the start, or print a warning and log nothing.",
-                f"pip install {package.replace('_', '-')}"
-                + (f", or {otherwise}" * bool(otherwise)),
-            )
-
-
-def check_checkpoint(load: Path | None) -> None:
-    """Check that there is a complete checkpoint where the run is to resume.
-
-    Raises:
-        CppmegaError: `no-checkpoint`, `checkpoint-broken`.
-    """
-    if load is not None:
-        checkpoint_files.newest(load)
 
 
 def set_environment(variables: Sequence[tuple[str, str]]) -> None:

@@ -18,7 +18,8 @@ from cppmega.preflight import context as check
 from cppmega.preflight.context import Context
 from cppmega.recipe import Structure
 from cppmega.recipe.run_options import RunOptions
-from cppmega.training import plan, requirements
+from cppmega.rules import starts
+from cppmega.training import plan
 from tests.preflight.contexts import SLICE, SMOKE, holds, launch, parsed, refuses, says_nothing
 from tests.preflight.datasets import dataset, on, with_structure
 from tests.support import patched
@@ -116,7 +117,7 @@ def test_a_recipe_with_structure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     np.roll(np.fromfile(codes, np.uint8), 1).tofile(codes)
     refuses("data", "data-changed", on(good, recipe=recipe))
     # The trainer asks the same before it imports torch; it has its own word on what is complete.
-    monkeypatch.setattr(requirements, "check_complete", lambda recipe, rendered: None)
+    monkeypatch.setattr(starts, "COMPLETE", ())
     options = RunOptions(data=(str(tmp_path / "without"),))
     with pytest.raises(CppmegaError, match="structure-missing"):
         plan.check_files(recipe, options, Session(patched("0.19.2")))

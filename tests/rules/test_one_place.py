@@ -8,14 +8,17 @@ from pathlib import Path
 
 import cppmega
 from cppmega.catalogue import loader as catalogue
-from cppmega.rules import RULES
+from cppmega.rules import RULES, starts
 from cppmega.rules import recipes as of_recipes
 
 PACKAGE = Path(cppmega.__file__).parent
 CATALOGUE = catalogue.builtin_folder()
-NAMES = {rule.name for rule in (*RULES, *of_recipes.RULES) if rule.name} | {"unsupported"}
+STATED = (*RULES, *of_recipes.RULES, *starts.RULES)
+NAMES = {rule.name for rule in STATED if rule.name} | {"unsupported"}
 NAMES -= {"bad-pattern", "dsa-index-sharing", "dsa-dense-loss", "checkpoint-of-another-model"}
-"""Texts that cannot be read, and checkpoints when they are loaded, raise these, too."""
+NAMES -= {"package-missing", "training-not-in-wheel", "wrong-world-size", "already-trained"}
+"""Texts that cannot be read, checkpoints when they are loaded, and commands that start no recipe
+raise these, too."""
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:

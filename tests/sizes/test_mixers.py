@@ -9,9 +9,10 @@ import pytest
 from cppmega.errors import CppmegaError
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.render import missing, render
+from cppmega.rules import starts
 from cppmega.sizes import mixers as sizes
 from cppmega.sizes import stated as environment_sizes
-from cppmega.training import requirements
+from cppmega.training.requirements import Start
 
 MAMBA3 = sizes.Mamba3(groups=4, rank=2)
 M2RNN = sizes.M2RNN(conv=3, gradient_clipping=0.5)
@@ -27,7 +28,7 @@ def test_ranks_read_what_the_recipe_states() -> None:
     without = dict(render(plain, "0.19.2").environment)
     assert sizes.mamba3(without) is sizes.m2rnn(without) is None
     with pytest.raises(CppmegaError, match="CPPMEGA_MAMBA3") as caught:
-        requirements.check_gates(plain, STATED)
+        Start(plain, environ=STATED).check(*starts.GATES)
     assert caught.value.name == "variable-differs"
 
 

@@ -8,6 +8,8 @@ from cppmega.errors import CppmegaError
 from cppmega.host.wording import counted
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import NotApplicable, Remark
+from cppmega.rules import starts
+from cppmega.training.requirements import Start
 
 AFTER: tuple[str, ...] = ()
 
@@ -23,14 +25,7 @@ def check(context: Context) -> str:
     if context.nodes == 1 or context.recipe is None:
         return _single_host(name, launched=context.folder is not None)
     recipe = context.recipe
-    if context.nodes < 1 or recipe.gpus % context.nodes:
-        raise CppmegaError(
-            "wrong-world-size",
-            f"{counted(recipe.gpus, 'GPU')} of {recipe.name} cannot be divided among "
-            f"{counted(context.nodes, 'host')}.",
-            "torchrun starts the same number of ranks on each.",
-            "--set gpus=... with a batch that fits, or another --nnodes",
-        )
+    Start(recipe, nodes=context.nodes).check(*starts.DIVISION)
     address = _address(name)
     if address is None:
         raise CppmegaError(

@@ -11,7 +11,8 @@ from cppmega.preflight.context import Context
 from cppmega.preflight.findings import NotApplicable, refuse
 from cppmega.recipe import Recipe
 from cppmega.recipe.run_options import RunOptions
-from cppmega.training import requirements
+from cppmega.rules import starts
+from cppmega.training.requirements import Start
 
 AFTER: tuple[str, ...] = ("one_root", "recipe_complete")
 
@@ -28,7 +29,7 @@ def check(context: Context) -> str:
     line, recipe = context.launch_line, context.recipe
     if recipe is None:
         raise NotApplicable("no recipe is named")
-    requirements.check_packages(recipe, line.options)
+    Start(recipe, line.options).check(*starts.PACKAGES)
     refuse(_missing(recipe, line.options, context.environ, context.training_machine))
     return "packages and compilers are installed"
 

@@ -6,7 +6,8 @@ from cppmega.errors import CppmegaError
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import NotApplicable
 from cppmega.recipe.index import folder, load
-from cppmega.training import requirements
+from cppmega.rules import starts
+from cppmega.training.requirements import Start
 
 AFTER: tuple[str, ...] = ("one_root",)
 
@@ -32,7 +33,7 @@ def check(context: Context) -> str:
             "rename the file and RECIPE's name",
         )
     line = context.launch_line  # raises for a loop
-    requirements.check_tree(context.session.read_tree())
+    start = Start(recipe, line.options, context.session)
+    start.check(*starts.TREE, *starts.COMPLETE)
     assert line.rendered is not None
-    requirements.check_complete(recipe, line.rendered)
     return f"{recipe.name} on megatron-core {line.rendered.version}, nothing left out"
