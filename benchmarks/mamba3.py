@@ -46,7 +46,7 @@ RIVALS = ("MIMO, 8 x 4096", "SISO, 8 x 4096")
 """Cases in which mamba-ssm is measured too; its MIMO kernels compile for minutes for each."""
 SCANS = (
     *("mamba_mimo", "mamba3_siso"),
-    *("forward_kernel", "states_kernel", "values_kernel", "rows_kernel"),
+    *("forward_", "states_", "values_", "rows_"),
 )
 """How the names of the kernels that multiply matrices begin."""
 CHUNK = {4: 16, 1: 64}

@@ -60,7 +60,7 @@ def record(monkeypatch: pytest.MonkeyPatch, modules: Iterable[ModuleType]) -> li
 def source_of(kernel: Any, given: dict[str, Any]) -> Any:
     """A kernel specialized for its arguments as Triton does it at a launch."""
     from triton.compiler import ASTSource
-    from triton.tools.tensor_descriptor import TensorDescriptor
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     signature: dict[str, str] = {}
     fixed: dict[tuple[int], Any] = {}
@@ -71,12 +71,14 @@ def source_of(kernel: Any, given: dict[str, Any]) -> Any:
             signature[name], fixed[(at,)] = "constexpr", value
             continue
         other = "fp32" if isinstance(value, float) else "i32"
-        if isinstance(value, TensorDescriptor):
-            other = f"tensordesc<{TYPES[value.base.dtype][1:]}{list(value.block_shape)}>"
+        if hasattr(value, "block_shape"):  # of Triton's or Gluon's, which has a layout too
+            layout = f",{value.layout!r}" if hasattr(value, "layout") else ""
+            other = f"tensordesc<{TYPES[value.base.dtype][1:]}{list(value.block_shape)}{layout}>"
         signature[name] = TYPES[value.dtype] if is_tensor else other
         if is_tensor or (other == "i32" and value % 16 == 0):
             attributes[(at,)] = [["tt.divisibility", 16]]
-    return ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=attributes)
+    kind = GluonASTSource if kernel.is_gluon() else ASTSource
+    return kind(fn=kernel, signature=signature, constexprs=fixed, attrs=attributes)
 
 
 def shared_memory(kernel: Any, given: dict[str, Any], arch: int) -> int:
@@ -98,7 +100,8 @@ def shared_memory(kernel: Any, given: dict[str, Any], arch: int) -> int:
     module = source.make_ir(target, options, functions, backend.get_module_map(), context)
     backend.add_stages(stages, options, source.language)
     metadata = {"target": target, **vars(options)}
-    module = stages["ttir"](module, metadata)
+    if "ttir" in stages:  # Gluon begins with the second language
+        module = stages["ttir"](module, metadata)
     # Triton turns sums of broadcast products into matrix products in tf32.
     assert not TF32.search(str(module)), "multiplies fp32 in tf32"
     # All that the other passes are given, and they take six times as long as the first.

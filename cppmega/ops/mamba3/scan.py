@@ -4,11 +4,14 @@ In the forward, one program scans a head of a sequence from its first chunk to i
 backward, one launch scans every head in both directions at once and stores the states at the chunk
 boundaries and their gradients; from these, all chunks are computed in parallel, the gradients of
 values, gates and decays by head, and those of keys and queries by the groups that share them
-(`benchmarks/results/mamba3_scan_designs.md` has the designs that were tried).
+(`benchmarks/results/mamba3_scan_designs.md` has the designs that were tried). A Hopper GPU takes
+kernels of its own for most of it (`scan_hopper`).
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from cppmega.ops.common import mamba3_scan_sizes
-from cppmega.ops.common.device import LEAST_SHARED, gpu_of
+from cppmega.ops.common.device import LEAST_SHARED, Gpu, gpu_of
+from cppmega.ops.common.dispatch import interpreted
 from cppmega.ops.mamba3.angles_triton import (
     angles_backward_kernel,
     angles_kernel,
@@ -28,6 +32,8 @@ from cppmega.ops.mamba3.operands import Operands, dense
 from cppmega.ops.mamba3.rows_triton import rows_kernel
 from cppmega.ops.mamba3.states_triton import states_kernel
 from cppmega.ops.mamba3.values_triton import values_kernel
+
+_LOG = logging.getLogger(__name__)
 
 ROWS = 64
 """Rows of a chunk: its tokens times the rank."""
@@ -176,11 +182,36 @@ def forward(
     problem = _Problem(operands, inputs, parameters, starts_of(boundaries, inputs.x.size(1)))
     b, _, heads, _ = inputs.x.shape
     out = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
+    if on_hopper(inputs):
+        from cppmega.ops.mamba3 import scan_hopper
+
+        scan_hopper.forward(problem, {**problem.given(), "theta": problem.theta()}, out)
+        return out
     forward_kernel[(heads, b)](
         theta=problem.theta(), skip=parameters.d.contiguous(), out=out, **problem.given(),
         **_walking(inputs.x.device),
     )  # fmt: skip
     return out
+
+
+def on_hopper(inputs: Inputs) -> bool:
+    """Whether the kernels for sm_90 are taken, which know one size of heads and states."""
+    gpu, sizes = gpu_of(inputs.x.device), (inputs.keys.size(-1), inputs.x.size(-1))
+    return gpu.capability[0] == 9 and sizes == (128, 64) and not interpreted() and _gluon(gpu)
+
+
+@functools.cache
+def _gluon(gpu: Gpu) -> bool:
+    """Whether this Triton has the Gluon that they are written in; logs which kernels are taken."""
+    import triton
+
+    known: bool = triton.__version__.startswith("3.6.")
+    kernels = "those for Hopper" if known else "those for every GPU, at a lower speed"
+    _LOG.log(
+        logging.INFO if known else logging.WARNING,
+        f"Mamba-3's scan takes {kernels}: Triton is {triton.__version__}, and Gluon is that of 3.6",
+    )
+    return known
 
 
 class _BatchGradients(NamedTuple):
@@ -284,6 +315,10 @@ def _parts(
     states, gradients = (do.new_empty(b, chunks, heads, state * width) for _ in range(2))
     states_kernel[(heads, b, 2)](**named, states=states, gradients=gradients, **_walking(do.device))
     sums = fp32(b, chunks, heads, 3 * rank * width)
+    if on_hopper(problem.inputs):
+        from cppmega.ops.mamba3 import scan_hopper
+
+        return scan_hopper.parts(problem, named, states, gradients, grads, angle_grads, sums)
     values_kernel[(heads, chunks, b)](
         **named, skip=problem.parameters.d.contiguous(), states=states, gradients=gradients,
         d_x=grads.d_x, d_z=grads.d_z, d_log_a=grads.d_log_a, d_at_once=grads.d_at_once,

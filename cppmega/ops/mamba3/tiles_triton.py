@@ -25,7 +25,7 @@ def _exp(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _sigmoid(x):  # type: ignore[no-untyped-def]
+def sigmoid(x):  # type: ignore[no-untyped-def]
     """The sigmoid to 4e-7 in five instructions; Triton's takes twelve, most for a division."""
     root = tl.rsqrt(1.0 + _exp(-x))
     return root * root
@@ -52,11 +52,11 @@ def shares(dt, trap, offs_head, first, length, T: tl.constexpr):  # type: ignore
     """
     t = first + tl.arange(0, T)
     step = tl.load(dt + offs_head + t, mask=t < length, other=0.0)
-    share = _sigmoid(tl.load(trap + offs_head + t, mask=t < length, other=0.0).to(tl.float32))
+    share = sigmoid(tl.load(trap + offs_head + t, mask=t < length, other=0.0).to(tl.float32))
     after = tl.load(dt + offs_head + t + 1, mask=t + 1 < length, other=0.0)
     share_after = tl.load(trap + offs_head + t + 1, mask=t + 1 < length, other=0.0).to(tl.float32)
     at_once = share * step
-    return step, at_once, at_once + (1.0 - _sigmoid(share_after)) * after
+    return step, at_once, at_once + (1.0 - sigmoid(share_after)) * after
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -111,7 +111,7 @@ def rates(angles, per_token, first, length, K: tl.constexpr, T: tl.constexpr):  
     t, k = tl.arange(0, T), tl.arange(0, K)
     ptrs = angles + tl.cast(first, tl.int64) * per_token + t[:, None] * per_token + k[None, :]
     x = tl.load(ptrs, mask=(first + t < length)[:, None], other=0.0).to(tl.float32)
-    return 2.0 * tl.sigmoid(2.0 * x) - 1.0  # not `_sigmoid`: angles accumulate its errors
+    return 2.0 * tl.sigmoid(2.0 * x) - 1.0  # not `sigmoid`: angles accumulate its errors
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -244,5 +244,5 @@ def plain_columns(K: tl.constexpr):  # type: ignore[no-untyped-def]
 def gated(z, weight):  # type: ignore[no-untyped-def]
     """SiLU of the gate, z times a rank's weight, and its derivative."""
     gate = z * weight
-    share = _sigmoid(gate)
+    share = sigmoid(gate)
     return gate * share, share * (1.0 + gate * (1.0 - share))

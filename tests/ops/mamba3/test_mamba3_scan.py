@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from cppmega.ops.common.device import Gpu  # noqa: E402
-from cppmega.ops.mamba3 import operands, scan  # noqa: E402
+from cppmega.ops.mamba3 import operands, scan, scan_hopper  # noqa: E402
 from tests.ops.in_interpreter import run  # noqa: E402
 from tests.ops.kernel_memory import LIMITS, record, shared_memory  # noqa: E402
 from tests.ops.mamba3.checks import Shape, drawn  # noqa: E402
@@ -45,6 +45,7 @@ WHOLE = Shape(2, 64, 128, 8, 4, 128, 64)
         (WHOLE, 90, 2),
         (Shape(1, 64, 2, 2, 4, 256, 64), 90, 1),  # the largest states and the smallest
         (Shape(1, 64, 2, 2, 4, 32, 16), 90, 2),
+        (WHOLE._replace(rank=2), 90, 2),
         (WHOLE, 80, 1),
         (WHOLE, 100, 2),
         (WHOLE, 120, 1),
@@ -55,13 +56,13 @@ def test_programs_fit_a_multiprocessor(
 ) -> None:
     gpu = Gpu(divmod(arch, 10), LIMITS[arch] << 10)
     monkeypatch.setattr(scan, "gpu_of", lambda device: gpu)
-    launches = record(monkeypatch, [scan])
+    launches = record(monkeypatch, [scan, scan_hopper])
     inputs, parameters = drawn(shape, torch.bfloat16)
     assert not scan.obstacle(inputs, parameters)
     made = operands.plain(inputs, parameters, "softplus")
     upstream = scan.forward(made, inputs, parameters, None)
     scan.backward(made, inputs, parameters, None, upstream)
-    assert len(launches) == 9
+    assert len(launches) == (11 if scan.on_hopper(inputs) else 9)
     for kernel, arguments in launches:
         assert programs * shared_memory(kernel, arguments, arch) <= LIMITS[arch] << 10
 
