@@ -246,14 +246,14 @@ def _backend(folder: Path) -> str | None:
 
 def _index(data: bytes) -> Index:
     try:
-        found = Unpickler(io.BytesIO(data)).load()
-        kinds = found.field("state_dict_metadata")
+        metadata = Unpickler(io.BytesIO(data)).load()
+        kinds = metadata.field("state_dict_metadata")
         shapes = {
             name: tuple(kind.field("size"))
             for name, kind in kinds.items()
             if kind.name.endswith("TensorStorageMetadata")
         }
-        storage = found.field("storage_data").items()
+        storage = metadata.field("storage_data").items()
         return Index(tuple(_part(key, value, shapes) for key, value in storage), shapes)
     except NotListed:
         raise

@@ -14,20 +14,20 @@ _DEPTH = re.compile(r"(?:^|\.)mtp\.layers\.(\d+)\.")
 def facts(shapes: Shapes) -> dict[str, int]:
     """Return widths and counts, ignoring the optimizer; empty if there is no embedding."""
     model = {name: shape for name, shape in shapes.items() if not name.startswith("optimizer")}
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for name, shape in model.items():
         if name.endswith("embedding.word_embeddings.weight") and len(shape) == 2:
-            found["vocab_size"], found["hidden_size"] = shape
+            sizes["vocab_size"], sizes["hidden_size"] = shape
         elif name.endswith("embedding.position_embeddings.weight"):
-            found["seq_length"] = shape[0]
+            sizes["seq_length"] = shape[0]
         elif name.endswith("mlp.linear_fc1.weight") and _LAYER.search(name) and len(shape) > 1:
-            found["ffn_hidden_size"] = shape[-2]
-    if "hidden_size" not in found:
+            sizes["ffn_hidden_size"] = shape[-2]
+    if "hidden_size" not in sizes:
         return {}
-    found["num_layers"] = _layers(model)
+    sizes["num_layers"] = _layers(model)
     depths = [int(depth[1]) for name in model if (depth := _DEPTH.search(name))]
-    found["mtp_num_layers"] = max(depths, default=-1) + 1
-    return found
+    sizes["mtp_num_layers"] = max(depths, default=-1) + 1
+    return sizes
 
 
 def _layers(model: Shapes) -> int:

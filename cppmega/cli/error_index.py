@@ -63,12 +63,12 @@ Index = dict[str, list[Cause]]
 def index(catalogues: Iterable[Path] = ()) -> Index:
     """The errors of the package, of the shipped pages and of further catalogues, by name."""
     folders = tuple(catalogues)
-    found: dict[str, dict[str, Cause]] = {}
+    by_name: dict[str, dict[str, Cause]] = {}
     # What is read from text stays; which pages there are may change within a process.
     for name, cause in (*_raised(shipped("upstream_patches"), *folders), *rules(folders)):
         alike = _FIELDS.sub("<>", cause.render())  # two callers of a helper word it alike
-        found.setdefault(name, {}).setdefault(alike, cause)
-    return {name: sorted(found[name].values()) for name in sorted(found)}
+        by_name.setdefault(name, {}).setdefault(alike, cause)
+    return {name: sorted(by_name[name].values()) for name in sorted(by_name)}
 
 
 def of_rule(rule: Rule, name: str = "arguments-invalid") -> tuple[str, Cause]:
@@ -279,15 +279,15 @@ def _texts(node: ast.expr, names: _Names) -> list[str]:
             return [""]
         case ast.Name(id=name) if name in names:
             known = [value for value in names[name] if _is_text(value.node)]
-            found = [text for value in known for text in _texts(value.node, value.names)]
-            return [*dict.fromkeys(found)] or [_placeholder(node)]
+            texts = [text for value in known for text in _texts(value.node, value.names)]
+            return [*dict.fromkeys(texts)] or [_placeholder(node)]
     return [_placeholder(node)]
 
 
 def _distinct(nodes: list[ast.expr], names: _Names) -> list[str]:
     spelled = [one for one in nodes if getattr(one, "value", "") is not None]
-    found = dict.fromkeys(text for node in spelled for text in _texts(node, names))
-    return [text for text in found if text] or [""]
+    texts = dict.fromkeys(text for node in spelled for text in _texts(node, names))
+    return [text for text in texts if text] or [""]
 
 
 def _joined(parts: list[ast.expr], names: _Names) -> list[str]:

@@ -189,13 +189,13 @@ def _examined(command: str, context: Context, patches: Sequence[Path]) -> Prefli
     from cppmega.preflight import examine as checks
 
     with console.Progress(command) as progress:
-        found = checks.examine(context, progress)
-    with_catalogues = (replace(one, next=carrying(one.next, patches)) for one in found.findings)
-    return replace(found, findings=tuple(with_catalogues))
+        examined = checks.examine(context, progress)
+    with_catalogues = (replace(one, next=carrying(one.next, patches)) for one in examined.findings)
+    return replace(examined, findings=tuple(with_catalogues))
 
 
-def _finish(command: str, found: Preflight, reports: Reports) -> NoReturn:
+def _finish(command: str, examined: Preflight, reports: Reports) -> NoReturn:
     from cppmega.cli.reports import answers
 
-    reports.write(lambda: answers.of_findings(command, found.findings))
-    sys.exit(FINE if found.ok else NOT_AS_IT_MUST_BE)
+    reports.write(lambda: answers.of_findings(command, examined.findings))
+    sys.exit(FINE if examined.ok else NOT_AS_IT_MUST_BE)

@@ -319,8 +319,8 @@ def _rules_about(option: str, patches: Sequence[Path]) -> list[Cause]:
         return []
     named = re.compile(rf"{re.escape(option)}(?![\w-])")
     rules = (rule for _, rule in error_index.rules(patches))
-    found = (rule for rule in rules if named.search(f"{rule.title} {rule.what}"))
-    return list(dict.fromkeys(found))
+    naming = (rule for rule in rules if named.search(f"{rule.title} {rule.what}"))
+    return list(dict.fromkeys(naming))
 
 
 def _causes(name: str, patches: Sequence[Path]) -> list[Cause]:

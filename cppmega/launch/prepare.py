@@ -159,12 +159,12 @@ def _examined(context: Context, recipe: str) -> dict[str, str]:
         CppmegaError: the first check that does not hold, or `preflight-incomplete`.
     """
     with console.Progress("preflight") as progress:
-        found = examine(context, progress)
-    for finding in found.findings:
+        examined = examine(context, progress)
+    for finding in examined.findings:
         if finding.is_remark:
             console.say(f"  {finding.check}: {finding.what}")
-    if not found.ok:
-        failures = found.failures
+    if not examined.ok:
+        failures = examined.failures
         if len(failures) > 1:
             for failure in reversed(failures[1:]):
                 console.say(failure.error.render())
@@ -177,7 +177,7 @@ def _examined(context: Context, recipe: str) -> dict[str, str]:
             "What was not inspected may be wrong.",
             f"cppmega preflight {recipe}",
         )
-    return {finding.check: finding.state for finding in found.findings}
+    return {finding.check: finding.state for finding in examined.findings}
 
 
 def _rendered(context: Context, recipe: Recipe) -> tuple[tuple[str, ...], DataRecord]:

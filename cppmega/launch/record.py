@@ -18,7 +18,7 @@ _MORE_PACKAGES = ("numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cudnn
 
 def versions() -> dict[str, str]:
     """Versions of Python, the driver and the training packages; imports none of them."""
-    found = {
+    known = {
         "python": platform.python_version(),
         "system": platform.platform(),
         "driver": _driver(),
@@ -26,8 +26,8 @@ def versions() -> dict[str, str]:
     for name in (*stack.NAMES, *_MORE_PACKAGES):
         version = stack.version(name)
         if version is not None:
-            found[name] = version
-    return {name: version for name, version in found.items() if version}
+            known[name] = version
+    return {name: version for name, version in known.items() if version}
 
 
 def _driver() -> str:

@@ -215,7 +215,7 @@ class ConnectionsOrder(Order, frozen=True, kw_only=True):
 class ConnectionsAnswer(Struct, frozen=True, kw_only=True):
     """Why the kernels cannot run."""
 
-    obstacle: str | None
+    reason: str | None
     """Half a sentence; None where they run."""
 
 
@@ -226,7 +226,7 @@ class CheckpointOrder(Order, frozen=True, kw_only=True):
 
 
 class CheckpointAnswer(Struct, frozen=True, kw_only=True):
-    """What the archives hold beside tensors."""
+    """Everything in the archives except tensors."""
 
     problem: Problem | None = None
     state: Mapping[str, Any] = {}

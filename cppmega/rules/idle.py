@@ -32,8 +32,8 @@ def _no_fused_down_projection(run: Any) -> bool:
 def _idle(*flags: str, where: Callable[[Any], bool], reason: str) -> Rule:
     def stated(run: Run) -> object:
         assert run.words is not None  # the rule needs them
-        found = [flag for flag in flags if flag in run.words]
-        return found and where(run) and {"flags": ", ".join(found)}
+        given = [flag for flag in flags if flag in run.words]
+        return given and where(run) and {"flags": ", ".join(given)}
 
     return Rule(
         concerns=" ".join(flags),

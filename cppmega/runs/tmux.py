@@ -42,8 +42,8 @@ def require(without: str) -> str:
     Raises:
         CppmegaError: `no-tmux`.
     """
-    found = shutil.which("tmux")
-    if found is None:
+    program = shutil.which("tmux")
+    if program is None:
         raise CppmegaError(
             "no-tmux",
             "tmux is not installed on this machine.",
@@ -51,7 +51,7 @@ def require(without: str) -> str:
             "terminal.",
             f"apt-get install tmux; or without it, in this terminal: {without}",
         )
-    return found
+    return program
 
 
 def check_name(name: str) -> None:

@@ -46,11 +46,11 @@ def check(
         _check_structure_rows(recipe)
         evaluated = "mock" if recipe.eval_interval else ""
         return DataTokens(recipe.vocab_size, recipe.vocab_size - 1, "mock", evaluated)
-    found = [corpus.open_(Path(prefix)) for prefix in (*options.data, *options.held_out)]
-    described = [_described(one, options.tokenizer, options.eod) for one in found]
-    for one, other in zip(found, described, strict=True):
+    datasets = [corpus.open_(Path(prefix)) for prefix in (*options.data, *options.held_out)]
+    described = [_described(one, options.tokenizer, options.eod) for one in datasets]
+    for one, other in zip(datasets, described, strict=True):
         if other != described[0]:
-            raise _differs(one, other, described[0], f"as {found[0].prefix}")
+            raise _differs(one, other, described[0], f"as {datasets[0].prefix}")
     vocab = described[0].vocab_size
     if vocab > recipe.vocab_size:
         raise CppmegaError(
@@ -60,9 +60,9 @@ def check(
             f"--set vocab_size={vocab}, or data prepared with the model's tokenizer",
         )
     _check_structure_rows(recipe)
-    for one in found:
+    for one in datasets:
         _check_one(one, recipe, vocab, read)
-    trained, held_out = found[: len(options.data)], found[len(options.data) :]
+    trained, held_out = datasets[: len(options.data)], datasets[len(options.data) :]
     if held_out:
         _check_held_out(held_out, trained, recipe)
     names = ("+".join(map(data_record.name, part)) for part in (trained, held_out))
@@ -102,24 +102,25 @@ def _check_held_out(held_out: list[Corpus], trained: list[Corpus], recipe: Recip
 
 
 def _check_one(
-    found: Corpus, recipe: Recipe, vocab: int, read: Callable[[Corpus], Reading | None]
+    dataset: Corpus, recipe: Recipe, vocab: int, read: Callable[[Corpus], Reading | None]
 ) -> None:
     """Check what one dataset contains."""
-    corpus.check_width(found, vocab)
-    reading = read(found)
+    corpus.check_width(dataset, vocab)
+    reading = read(dataset)
     if reading is not None:
-        data_reading.check(found, reading, vocab)
+        data_reading.check(dataset, reading, vocab)
     else:
-        data_reading.check_unread(found, vocab)
-    if found.tokens <= recipe.seq_length:
+        data_reading.check_unread(dataset, vocab)
+    if dataset.tokens <= recipe.seq_length:
         raise CppmegaError(
             "data-too-small",
-            f"{found.prefix} has {found.tokens} tokens; a sample takes {recipe.seq_length + 1}.",
+            f"{dataset.prefix} has {dataset.tokens} tokens; a sample takes "
+            f"{recipe.seq_length + 1}.",
             "There would not be a single sample.",
             "prepare more text",
         )
     if recipe.structure is not None:
-        structure_files.check(found, read)
+        structure_files.check(dataset, read)
 
 
 def _check_structure_rows(recipe: Recipe) -> None:
@@ -139,30 +140,30 @@ def _check_structure_rows(recipe: Recipe) -> None:
         )
 
 
-def _described(found: Corpus, tokenizer: str | None, eod: str | None) -> TokenizerRecord:
+def _described(dataset: Corpus, tokenizer: str | None, eod: str | None) -> TokenizerRecord:
     """The tokenizer that produced a dataset.
 
     Raises:
         CppmegaError: `tokenizer-unknown`, `tokenizer-differs`, and what `tokenizers` raises.
     """
-    own = found.card.tokenizer if found.card is not None else None
+    own = dataset.card.tokenizer if dataset.card is not None else None
     if tokenizer is None:
         if own is None:
             raise CppmegaError(
                 "tokenizer-unknown",
-                f"{found.prefix} has no card: it is not known which tokenizer made it.",
+                f"{dataset.prefix} has no card: it is not known which tokenizer made it.",
                 "The end of a document and the size of the vocabulary are the tokenizer's.",
                 "--tokenizer byte, or the path of its tokenizer.json",
             )
         return own
     named = tokenizers.load(tokenizer, eod).describe()
     if own is not None and own != named:
-        raise _differs(found, own, named, "than --tokenizer")
+        raise _differs(dataset, own, named, "than --tokenizer")
     return named
 
 
 def _differs(
-    found: Corpus, own: TokenizerRecord, other: TokenizerRecord, whose: str
+    dataset: Corpus, own: TokenizerRecord, other: TokenizerRecord, whose: str
 ) -> CppmegaError:
     theirs = structs.asdict(other)
     parts = [
@@ -172,7 +173,7 @@ def _differs(
     ]
     return CppmegaError(
         "tokenizer-differs",
-        f"{found.prefix} was prepared with another tokenizer {whose}: {', '.join(parts)}.",
+        f"{dataset.prefix} was prepared with another tokenizer {whose}: {', '.join(parts)}.",
         "Its ids would mean other tokens.",
         "leave --tokenizer out to use the data's own, or prepare the data again",
     )

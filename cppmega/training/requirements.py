@@ -124,7 +124,7 @@ def patch_missing(
 
 
 def _how_to_ask(recipe: Recipe, session: Session, name: str) -> str:
-    """What a command must say to apply a page that is applied only where somebody asks for it."""
+    """What a command must say to apply a page that is applied only on request."""
     page = session.pages.get(name)
     return f" --recipe {recipe.name}" if page is not None and page.only_where_asked else ""
 

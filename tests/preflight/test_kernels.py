@@ -286,4 +286,4 @@ def test_the_kernels_are_asked_in_a_process() -> None:
     order = ConnectionsOrder(device="cpu", dtype="bfloat16", streams=4, width=64)
     worker = "cppmega.preflight.workers.mhc_kernels"
     answer = ask(worker, order, ConnectionsAnswer, dict(os.environ))
-    assert answer.obstacle == "the streams are on cpu"
+    assert answer.reason == "the streams are on cpu"

@@ -57,8 +57,8 @@ def _by_name(meanings: Mapping[Any, str]) -> dict[str, str]:
 def of_status(outcome: Outcome, catalogues: Sequence[Path]) -> Report:
     """The states of all patches, and the problems of the tree."""
     blocked = any(verdict.failed for verdict in outcome.verdicts)
-    found = (_of_verdict(verdict, outcome.plan, catalogues) for verdict in outcome.verdicts)
-    patches = (_waiting(one) if blocked and one.rule == "pending" else one for one in found)
+    entries = (_of_verdict(verdict, outcome.plan, catalogues) for verdict in outcome.verdicts)
+    patches = (_waiting(one) if blocked and one.rule == "pending" else one for one in entries)
     notes = (
         Entry(name="tree", rule=_UNSOUND, result="failed", message=note) for note in outcome.notes
     )
@@ -104,10 +104,10 @@ def _place(target: str, plan: Plan, *, upstream: bool) -> Place:
 
 def _line(data: bytes | None, path: str, symbol: str) -> int | None:
     try:
-        found = find(parse(decode(data or b"", path), path), symbol)
+        definitions = find(parse(decode(data or b"", path), path), symbol)
     except CppmegaError:
         return None
-    return found[0].lineno if len(found) == 1 else None
+    return definitions[0].lineno if len(definitions) == 1 else None
 
 
 # -- drift --------------------------------------------------------------------------------------

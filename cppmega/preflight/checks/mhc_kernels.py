@@ -37,7 +37,7 @@ def check(context: Context) -> str:
     width = args.hidden_size
     order = ConnectionsOrder(device="cuda", dtype=_dtype(args), streams=streams, width=width)
     worker = "cppmega.preflight.workers.mhc_kernels"
-    why = ask(worker, order, ConnectionsAnswer, context.rank_environment).obstacle
+    why = ask(worker, order, ConnectionsAnswer, context.rank_environment).reason
     if why is not None:
         raise CppmegaError(
             "no-kernel",

@@ -14,7 +14,7 @@ def inspect(order: ConnectionsOrder) -> ConnectionsAnswer:
 
     dtype: torch.dtype = getattr(torch, order.dtype)
     device = torch.device(order.device)
-    return ConnectionsAnswer(obstacle=mhc.obstacle(device, dtype, order.streams, order.width))
+    return ConnectionsAnswer(reason=mhc.obstacle(device, dtype, order.streams, order.width))
 
 
 if __name__ == "__main__":
