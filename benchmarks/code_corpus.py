@@ -22,8 +22,8 @@ import msgspec
 
 from benchmarks.harness import results
 from cppmega import __version__
-from cppmega.data.code import archive, download, listing, make
 from cppmega.host.markdown import table
+from tools.code_corpus import archive, download, listing, make
 
 
 @click.command(help=__doc__)

@@ -61,7 +61,6 @@ ORDER = (
 OTHER_COMMANDS = {
     "run": ("cppmega.run", "run"),
     "data.command": ("cppmega.data.command", "main"),
-    "data.code.command": ("cppmega.data.code.command", "main"),
     "check_data": ("cppmega.check_data", "main"),
 }
 """Commands that are modules, started with `python -m`."""

@@ -15,7 +15,7 @@ order, and is evaluated on the same held-out samples:
     m_for_r      M2RNN layers replaced by Mamba-3
     mla_for_dsa  sparse attention replaced by full MLA
 
-TRAIN and HELD are datasets with structure ids, as `python -m cppmega.data.code.command` makes them.
+TRAIN and HELD are datasets with structure ids, as `scripts/code_corpus.py` makes them.
 --jobs runs share the GPU, whose waits for the host are most of such a model's step, so their speeds
 are not reported. After each run DIR/parts.json is written; a run that is in there is not repeated,
 so a call that came to the end of --minutes is continued by the same command. Calls with other seeds

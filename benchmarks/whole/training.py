@@ -5,7 +5,7 @@
         --data TRAIN --held-out HELD
     python -m benchmarks.whole.training draw DIR/nam56r_h200_2gpu_ep2.json
 
-TRAIN and HELD are datasets as `python -m cppmega.data.code.command` makes them; HELD is for a
+TRAIN and HELD are datasets as `scripts/code_corpus.py` makes them; HELD is for a
 recipe with eval_interval, and no other is evaluated. The run saves one checkpoint, is killed some
 steps after it, and resumes from it: the steps in between are trained twice, and their losses
 compared. Two steps before the kill are profiled, unless it comes too early for that. With --reload

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from cppmega.data.code import listing
 from tests.support import REPOSITORY
+from tools.code_corpus import listing
 
 code_corpus = importlib.import_module("benchmarks.code_corpus")
 RESULTS = REPOSITORY / "benchmarks" / "results"

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from cppmega.data import bpe, structure_labels, tokenizers
 from cppmega.errors import CppmegaError
-from tests.data.code.projects import c, python
 from tests.support.tokenizers import codes_of
+from tests.tools.code_corpus.projects import c, python
 
 SIZE = 380
 TEXTS = [maker(name) for name in ("one", "two", "three") for maker in (python, c)]

@@ -13,7 +13,7 @@ from cppmega.data import encoding
 from cppmega.data.sources import Document
 from cppmega.data.tokenizers import ByteTokenizer, Placed
 from cppmega.errors import CppmegaError
-from tests.data.code.projects import c, python
+from tests.tools.code_corpus.projects import c, python
 
 BATCHES = [
     [Document(python(name).encode(), 10, "", "python"), Document(c(name).encode(), 20, "", "c")]

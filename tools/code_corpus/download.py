@@ -15,9 +15,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from cppmega.data.code.listing import Source
 from cppmega.errors import CppmegaError
 from cppmega.tree import wheels
+from tools.code_corpus.listing import Source
 
 _BACKENDS = (
     "setuptools.build_meta",

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cppmega.data.code import download
 from cppmega.errors import CppmegaError
-from tests.data.code.projects import FILES, packed, source
+from tests.tools.code_corpus.projects import FILES, packed, source
+from tools.code_corpus import download
 
 
 @pytest.fixture(name="index")

@@ -11,8 +11,8 @@ import re
 from pathlib import PurePosixPath
 
 from cppmega.data.bpe import END
-from cppmega.data.code.listing import Part
 from cppmega.data.structure import Language, language_of
+from tools.code_corpus.listing import Part
 
 _LONGEST = 1 << 20
 _SHORTEST = 128

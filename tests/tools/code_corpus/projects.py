@@ -9,7 +9,7 @@ import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from cppmega.data.code.listing import Part, Source
+from tools.code_corpus.listing import Part, Source
 
 NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "theta", "kappa")
 

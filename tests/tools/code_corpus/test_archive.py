@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cppmega.data.code import archive as archives
 from cppmega.errors import CppmegaError
-from tests.data.code.projects import FILES, all_of_them
+from tests.tools.code_corpus.projects import FILES, all_of_them
+from tools.code_corpus import archive as archives
 
 DOCUMENTS = [
     *("heldout/far-1.0/far.py", "train/one-lib-1.0/src/a.py", "train/one-lib-1.0/src/b.c"),

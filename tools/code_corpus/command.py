@@ -1,7 +1,4 @@
-"""The command that builds a corpus of source code to train on.
-
-`scripts/code_corpus.py` and `python -m cppmega.data.code.command` are the same.
-"""
+"""The command that builds a corpus of source code to train on: `scripts/code_corpus.py`."""
 
 from __future__ import annotations
 
@@ -11,10 +8,10 @@ from pathlib import Path
 
 import click
 
-from cppmega.data.code import archive as archives
-from cppmega.data.code import download, listing, make
 from cppmega.errors import CppmegaError
 from cppmega.host import progress
+from tools.code_corpus import archive as archives
+from tools.code_corpus import download, listing, make
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -79,7 +76,3 @@ def _make(archive: Path, out: Path, vocab_size: int, processes: int | None) -> N
             f"{out / name} {part.fingerprint} {part.documents} documents {part.tokens} tokens, "
             f"{part.structure.said}"
         )
-
-
-if __name__ == "__main__":
-    main()

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from cppmega.data.bpe import END
-from cppmega.data.code.selection import Seen, problem
-from tests.data.code.projects import c, python
 from tests.support import REPOSITORY
+from tests.tools.code_corpus.projects import c, python
+from tools.code_corpus.selection import Seen, problem
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,10 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from cppmega.data.code import selection
-from cppmega.data.code.listing import Source
 from cppmega.data.sources import left_out
 from cppmega.errors import CppmegaError
+from tools.code_corpus import selection
+from tools.code_corpus.listing import Source
 
 MANIFEST = "manifest.json"
 _LICENSE = re.compile(r"(licen[cs]es?|copying|notice|copyright|unlicense)\b.*", re.IGNORECASE)

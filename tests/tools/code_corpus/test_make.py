@@ -14,15 +14,15 @@ import pytest
 from click.testing import CliRunner
 
 from cppmega.data import corpus, structure_labels, tokenizers
-from cppmega.data.code import archive as archives
-from cppmega.data.code import command, download, make
-from cppmega.data.code.card import CodeCard
-from cppmega.data.code.listing import Source
 from cppmega.data.structure import COLUMN, LEVELS, language_of
 from cppmega.errors import CppmegaError
-from tests.data.code.projects import all_of_them
-from tests.data.code.test_archive import DOCUMENTS
 from tests.data.killed import killed_at_each_rename
+from tests.tools.code_corpus.projects import all_of_them
+from tests.tools.code_corpus.test_archive import DOCUMENTS
+from tools.code_corpus import archive as archives
+from tools.code_corpus import command, download, make
+from tools.code_corpus.card import CodeCard
+from tools.code_corpus.listing import Source
 
 pytestmark = [
     pytest.mark.megatron,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cppmega.data.code import listing
 from cppmega.errors import CppmegaError
+from tools.code_corpus import listing
 
 PERMISSIVE = {"Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "MIT", "MIT-0", "Unlicense"}
 ENTRY = """

@@ -18,13 +18,13 @@ from pathlib import Path
 import msgspec
 
 from cppmega.data import bpe, corpus, encoding, prepare, sources, structure_labels, tokenizers
-from cppmega.data.code import archive as archives
-from cppmega.data.code.archive import Manifest
-from cppmega.data.code.card import CodeCard, of_part, part_record
-from cppmega.data.code.listing import PARTS, Part
 from cppmega.data.corpus import Card
 from cppmega.errors import CppmegaError
 from cppmega.host import durable
+from tools.code_corpus import archive as archives
+from tools.code_corpus.archive import Manifest
+from tools.code_corpus.card import CodeCard, of_part, part_record
+from tools.code_corpus.listing import PARTS, Part
 
 Shown = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 """Takes a title and a number of bytes; shows progress while its block runs."""
@@ -83,7 +83,7 @@ def make(
         tokenizer = _tokenizer(job)
         cards = {part: _prepared(job, part, tokenizer) for part in PARTS}
         card = CodeCard(
-            command=f"python -m cppmega.data.code.command --archive {archive.name} "
+            command=f"python -m tools.code_corpus.command --archive {archive.name} "
             f"--out {out.name}",
             archive=state.archive,
             archive_bytes=archive.stat().st_size,

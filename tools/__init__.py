@@ -1,0 +1,1 @@
+"""Programs of a clone that are not part of the package."""
