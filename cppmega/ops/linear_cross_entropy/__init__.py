@@ -58,7 +58,7 @@ from cppmega.ops.linear_cross_entropy.chunks import (
 )
 
 ENVIRONMENT = env.LINEAR_CE_KERNEL.name
-BACKENDS = ("triton", "liger", "cce", "reference")
+BACKENDS = ("triton", "liger", "reference")
 Upstream = Literal["weighted-scalar", "arbitrary"]
 HiddenGrad = Literal["reduced", "partial"]
 
@@ -263,8 +263,7 @@ def linear_cross_entropy(
     if gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled():
         main_grad = main_grad_of(weight)
 
-    if name in ("liger", "cce"):
-        run = external.liger if name == "liger" else external.cce
+    if name == "liger":
         request = external.Request(
             tensor_parallel=ranks > 1,
             padded=vocabulary != padded_vocabulary,
@@ -273,8 +272,8 @@ def linear_cross_entropy(
             main_grad=main_grad is not None,
             ignore_index=ignore_index,
         )
-        with on_device_of(rows):  # they launch on the current device
-            loss, predicted = run(rows, weight, flat_targets, request)
+        with on_device_of(rows):  # it launches on the current device
+            loss, predicted = external.liger(rows, weight, flat_targets, request)
         argmax = predicted.view(shape) if return_argmax else None
         return LinearCrossEntropyOutput(loss.view(shape), argmax, name)
 

@@ -1,18 +1,14 @@
-"""Linear cross-entropy with third-party libraries: Liger-Kernel and Apple's cut-cross-entropy.
+"""Linear cross-entropy with Liger-Kernel.
 
-Both run their own autograd, with the true upstream gradient per token and a recomputation of the
-logits in the backward (four GEMMs), so `upstream="weighted-scalar"` has no effect on them. What
-they do not support is rejected by name; nothing is approximated, and there is no fallback.
-
-Their own limits: Liger waits for the device once per call (`.item()`), so it cannot be
-captured in a CUDA graph; cut-cross-entropy sums gradients under locks in an order that changes
-from run to run.
+It runs its own autograd, with the true upstream gradient per token and a recomputation of the
+logits in the backward (four GEMMs), so `upstream="weighted-scalar"` has no effect on it. What it
+does not support is rejected by name; nothing is approximated, and there is no fallback. It waits
+for the device once per call (`.item()`), so that it cannot be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import inspect
 from typing import NamedTuple
 
 import torch
@@ -64,8 +60,8 @@ def liger(hidden: Tensor, weight: Tensor, targets: Tensor, want: Request) -> tup
 
     Source: liger-kernel 0.8.5, `liger_kernel/ops/fused_linear_cross_entropy.py`, pull request 1298.
     """
-    _refuse("liger", hidden, want, argmax=True)
-    _installed("liger", "liger-kernel", LIGER_MINIMUM)
+    _refuse(hidden, want)
+    _require_installed()
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
     returned = LigerFusedLinearCrossEntropyFunction.apply(
@@ -97,76 +93,35 @@ def liger(hidden: Tensor, weight: Tensor, targets: Tensor, want: Request) -> tup
     return loss, predicted if want.want_argmax else targets.new_empty(0)
 
 
-def cce(hidden: Tensor, weight: Tensor, targets: Tensor, want: Request) -> tuple[Tensor, Tensor]:
-    """Apple's cut-cross-entropy, per token, with the gradient filter off.
-
-    Its default drops gradients below a threshold, which biases dW.
-
-    Arguments and results are those of `liger`; bf16 and fp16 only, and no argmax.
-
-    Raises:
-        CppmegaError: it is not installed, has no `filter_eps` to switch off, or does not support
-            the device or the request.
-
-    Source: cut-cross-entropy 25.1.1, `cut_cross_entropy/linear_cross_entropy.py`.
-    """
-    _refuse("cce", hidden, want, argmax=False)
-    _installed("cce", "cut-cross-entropy", "25.1.1")
-    from cut_cross_entropy import linear_cross_entropy
-
-    if "filter_eps" not in inspect.signature(linear_cross_entropy).parameters:
-        raise CppmegaError(
-            "linear-ce-backend",
-            "cut_cross_entropy.linear_cross_entropy has no argument filter_eps.",
-            "The gradient filter could not be switched off: small gradients would be dropped.",
-            "install cut-cross-entropy 25.1.1, or set CPPMEGA_LINEAR_CE_KERNEL=triton",
-        )
-    loss: Tensor = linear_cross_entropy(
-        hidden,
-        weight,
-        targets,
-        ignore_index=want.ignore_index,
-        reduction="none",
-        filter_eps=None,
-        impl="cce",
-    )
-    return loss.float(), targets.new_empty(0)
-
-
-def _installed(backend: str, package: str, minimum: str) -> None:
+def _require_installed() -> None:
     try:
-        version = importlib.metadata.version(package)
+        version = importlib.metadata.version("liger-kernel")
     except importlib.metadata.PackageNotFoundError:
         version = None
-    if version is None or Version(version) < Version(minimum):
+    if version is None or Version(version) < Version(LIGER_MINIMUM):
         raise CppmegaError(
             "linear-ce-backend",
-            f"Backend {backend} was requested; {package} is {version or 'not installed'}, "
-            f"{minimum} or later is needed.",
+            f"Backend liger was requested; liger-kernel is {version or 'not installed'}, "
+            f"{LIGER_MINIMUM} or later is needed.",
             "Other backends differ in rounding and speed, and are not selected silently.",
-            f"pip install '{package}>={minimum}', or set CPPMEGA_LINEAR_CE_KERNEL=triton",
+            f"pip install 'liger-kernel>={LIGER_MINIMUM}', or set CPPMEGA_LINEAR_CE_KERNEL=triton",
         )
 
 
-def _refuse(backend: str, hidden: Tensor, want: Request, argmax: bool) -> None:
-    types = {
-        "liger": (torch.bfloat16, torch.float16, torch.float32),
-        "cce": (torch.bfloat16, torch.float16),
-    }[backend]
+def _refuse(hidden: Tensor, want: Request) -> None:
     cannot = {
         f"tensors on {hidden.device.type}": hidden.device.type != "cuda",
-        f"{hidden.dtype}": hidden.dtype not in types,
+        f"{hidden.dtype}": hidden.dtype not in (torch.bfloat16, torch.float16, torch.float32),
         "a vocabulary split over ranks": want.tensor_parallel,
         "vocabulary padding": want.padded,
         "a logit scale": want.logit_scale != 1.0,
         "gradient_accumulation_fusion": want.main_grad,
-        "the arg-max token": want.want_argmax and not argmax,
     }
     refused = [what for what, is_wanted in cannot.items() if is_wanted]
     if refused:
         raise CppmegaError(
             "linear-ce-backend",
-            f"Backend {backend} was requested and does not support: {', '.join(refused)}.",
+            f"Backend liger was requested and does not support: {', '.join(refused)}.",
             "Leaving any of it out would silently change the loss or the gradient.",
             "unset CPPMEGA_LINEAR_CE_KERNEL (auto), or set it to triton",
         )

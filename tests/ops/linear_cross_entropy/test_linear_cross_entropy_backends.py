@@ -1,4 +1,4 @@
-"""Which backend linear cross-entropy chooses, and what it and the libraries refuse."""
+"""Which backend linear cross-entropy chooses, and what it and Liger refuse."""
 
 from __future__ import annotations
 
@@ -45,16 +45,14 @@ def test_environment_names_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
         linear_cross_entropy(*case[:3])
 
 
-@pytest.mark.parametrize("backend", ["liger", "cce"])
-def test_a_named_library_refuses_the_cpu(backend: str) -> None:
+def test_liger_refuses_the_cpu() -> None:
     case = make_case(dtype=torch.bfloat16)
     with pytest.raises(CppmegaError, match=r"linear-ce-backend: .*cpu"):
-        linear_cross_entropy(*case[:3], backend=backend)
+        linear_cross_entropy(*case[:3], backend="liger")
 
 
 @pytest.mark.parametrize("field", ["tensor_parallel", "padded", "logit_scale", "main_grad"])
-@pytest.mark.parametrize("backend", ["liger", "cce"])
-def test_what_a_library_cannot_do(backend: str, field: str) -> None:
+def test_liger_refuses_what_it_cannot_do(field: str) -> None:
     plain = external.Request(False, False, 1.0, False, False, -100)
     wanted = plain._replace(**{field: 2.0 if field == "logit_scale" else True})
     on_cuda = torch.empty(1, dtype=torch.bfloat16, device="meta")
@@ -63,22 +61,11 @@ def test_what_a_library_cannot_do(backend: str, field: str) -> None:
         device = torch.device("cuda")
         dtype = torch.bfloat16
 
-    external._refuse(backend, Fake(), plain, argmax=False)  # type: ignore[arg-type]
+    external._refuse(Fake(), plain)  # type: ignore[arg-type]
     with pytest.raises(CppmegaError, match="linear-ce-backend"):
-        external._refuse(backend, Fake(), wanted, argmax=True)  # type: ignore[arg-type]
+        external._refuse(Fake(), wanted)  # type: ignore[arg-type]
     with pytest.raises(CppmegaError, match="meta"):
-        external._refuse(backend, on_cuda, plain, argmax=True)
-
-
-def test_cce_has_no_argmax() -> None:
-    class Fake:
-        device = torch.device("cuda")
-        dtype = torch.bfloat16
-
-    want = external.Request(False, False, 1.0, True, False, -100)
-    external._refuse("liger", Fake(), want, argmax=True)  # type: ignore[arg-type]
-    with pytest.raises(CppmegaError, match="arg-max"):
-        external._refuse("cce", Fake(), want, argmax=False)  # type: ignore[arg-type]
+        external._refuse(on_cuda, plain)
 
 
 @pytest.mark.parametrize("version", ["0.8.4", "0.5.0", None])
@@ -92,7 +79,7 @@ def test_an_old_or_missing_liger_is_refused(
 
     monkeypatch.setattr(external.importlib.metadata, "version", installed)
     with pytest.raises(CppmegaError, match="linear-ce-backend"):
-        external._installed("liger", "liger-kernel", external.LIGER_MINIMUM)
+        external._require_installed()
 
 
 @pytest.fixture
@@ -112,7 +99,7 @@ def fake_liger(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setitem(sys.modules, name, type(sys)(name))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(external, "_refuse", lambda *a, **k: None)
-    monkeypatch.setattr(external, "_installed", lambda *a: None)
+    monkeypatch.setattr(external, "_require_installed", lambda: None)
     yield Function
 
 
