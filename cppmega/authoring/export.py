@@ -11,8 +11,10 @@ import re
 import shlex
 import subprocess
 import tempfile
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,9 @@ from cppmega.page import Page
 from cppmega.tree.installed import Tree
 
 TESTS = "tests/unit_tests"
+_MEASURED = re.compile(r"\s*\([^()]*\bbenchmarks/[^()]*\)")
+_OURS = re.compile(r"cppmega|NAM56R|\bpages?\b|\bto patch\b", re.IGNORECASE)
+"""What a message says of this project, and upstream has no use for."""
 _HELPER = re.compile(r"\b_cppmega_(?=\w)")
 _FORMATTED = ("megatron/core/", f"{TESTS}/")
 """What upstream's formatter covers."""
@@ -152,12 +157,20 @@ def test_path(page: Page, tree: Tree, target: str) -> str:
 
 
 def formatted(tree: Tree, path: str, text: str, before: str = "") -> str:
-    """Format a file as upstream does; one that upstream has not formatted stays as it is."""
+    """Format a file as upstream does; of a file that upstream has, only the lines that change.
+
+    Imports are sorted only where upstream's are.
+    """
     if not path.startswith(_FORMATTED):
         return text
-    for command in _FORMATTERS:
-        if not before or _run(tree, command, path, before) == before:
-            text = _run(tree, command, path, text)
+    black, isort = _FORMATTERS
+    codes = SequenceMatcher(None, before.splitlines(), text.splitlines(), False).get_opcodes()
+    changed = [
+        f"--line-ranges={j + 1}-{m}" for tag, _, _, j, m in codes if tag != "equal" and m > j
+    ]
+    text = _run(tree, (*black, *(changed if before else ())), path, text)
+    if not before or _run(tree, isort, path, before) == before:
+        text = _run(tree, isort, path, text)
     return text
 
 
@@ -188,12 +201,11 @@ def _message(page: Page) -> str:
     subject = page.doc.strip().splitlines()[0].rstrip(".")
     body = []
     for label in ("What", "Why"):
-        sentences = re.split(r"(?<=[.:;])\s+(?=[A-Z`])", page.labels[label].strip())
-        ours = re.compile(r"cppmega|NAM56R|\bthe page\b|\bpages?\b", re.IGNORECASE)
-        body.append(" ".join(sentence for sentence in sentences if not ours.search(sentence)))
-    import textwrap
-
-    return "\n\n".join([subject, *(textwrap.fill(text, 72) for text in body if text)]) + "\n"
+        text = _MEASURED.sub("", page.labels[label].strip())
+        sentences = re.split(r"(?<=[.:;])\s+(?=[A-Z`])", text)
+        text = " ".join(sentence for sentence in sentences if not _OURS.search(sentence))
+        body += [textwrap.fill(text, 72)] if text else []
+    return "\n\n".join([subject, *body]) + "\n"
 
 
 def _commit(tree: Tree, files: Mapping[str, str], message: str) -> str:
