@@ -12,6 +12,7 @@ import importlib.util
 import os
 import runpy
 import sys
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,7 +88,8 @@ def run(
     `cppmega.guard.steps`; Megatron's `train_step` is found automatically.
     """
     script, arguments = (module, words) if module else (words[0] if words else "", words[1:])
-    if not (_is_module(script) if module else Path(script).is_file()):
+    file = Path(script, "__main__.py") if Path(script).is_dir() else Path(script)
+    if not (_is_module(script) if module else file.is_file()):
         raise CppmegaError(
             "no-script",
             f"{script or 'nothing'} is not a {'module that can be found' if module else 'file'}.",
@@ -110,6 +112,8 @@ def _execute(command: RunCommand) -> int:
     if not (command.is_module or sys.flags.safe_path):
         # As `python SCRIPT` does: the script's folder first, not the working directory.
         sys.path[0] = str(Path(command.script).resolve().parent)
+        if Path(command.script).is_dir() or zipfile.is_zipfile(command.script):
+            del sys.path[0]  # runpy puts a folder or an archive there itself
     sys.argv = [command.script, *command.arguments]
     allocator.set_in(os.environ)  # before anything imports torch
     run_end.watch(command.arguments, no_steps=command.no_steps)

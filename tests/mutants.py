@@ -36,7 +36,7 @@ from typing import Any
 from unittest import mock
 
 from cppmega.guard import swaps
-from cppmega.guard.imported import only_from
+from cppmega.guard.files import only_from
 from cppmega.host import process
 from cppmega.overlay.plan import Plan
 from cppmega.page import Page

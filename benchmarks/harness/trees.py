@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import REPOSITORY
-from cppmega.guard import imported
+from cppmega.guard import files
 from cppmega.overlay import verbs
 from cppmega.page import PURPOSES
 from cppmega.tree import links
@@ -88,7 +88,7 @@ def overlaid(
         root = Path(scratch) / "patched"
         copy(megatron, root)
         facts = patch(root, only, environment)
-        imported.only_from(root)
+        files.only_from(root)
         yield facts
 
 

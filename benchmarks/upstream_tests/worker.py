@@ -32,7 +32,7 @@ import pytest
 
 from cppmega import calls
 from cppmega.guard import swaps
-from cppmega.guard.imported import only_from
+from cppmega.guard.files import only_from
 from cppmega.host import process
 from cppmega.overlay import receipt
 from cppmega.overlay.verbs import Session

@@ -10,7 +10,7 @@ import os
 import types
 from typing import Any
 
-from cppmega.guard.pinned import MISSING
+from cppmega.guard.objects import MISSING
 from cppmega.host import env
 
 _MET: dict[str, str] = {}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Iterator
 from typing import Any
+
+from cppmega.guard.expected import nested
 
 _DYNAMO = "torch._dynamo.eval_frame"
 
@@ -18,11 +19,12 @@ def is_compiled(now: Any, then: Any) -> bool:
     nothing: dynamo's wrapper is known by its code object and its closure, a scripted function by
     scripting the original again.
     """
-    now, then = _innermost(now), _innermost(then)  # torch compiles below its own wrappers
+    now, then = innermost(now), innermost(then)  # torch compiles below its own wrappers
     return now is then or _is_scripted(now, then)
 
 
-def _innermost(thing: Any) -> Any:
+def innermost(thing: Any) -> Any:
+    """The function that torch.compile has wrapped; anything else is returned as it is."""
     while (inner := _inside_of_dynamo(thing)) is not None:
         thing = inner
     return thing
@@ -49,14 +51,6 @@ def _codes(module: types.ModuleType) -> list[types.CodeType]:
             if type(member) is types.FunctionType:
                 found.extend(nested(member.__code__))
     return found
-
-
-def nested(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A code object and all code objects nested in it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from nested(constant)
 
 
 def _is_scripted(now: Any, then: Any) -> bool:

@@ -177,9 +177,10 @@ def _judge_at_exit() -> None:
     if end is None or os.getpid() != end.pid:
         return
     refused = False
-    if not end.judged and end.status == 0:
+    if end.status == 0:
         try:
-            _judge(end)
+            # What ran last are the script's own exit handlers, which may train or save.
+            guard.recheck_memory("after its exit handlers") if end.judged else _judge(end)
         except CppmegaError as error:
             refused, end.status = True, 1
             error_file.report(error)

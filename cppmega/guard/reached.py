@@ -8,7 +8,7 @@ from typing import Any
 from cppmega import calls
 from cppmega.catalogue import gates
 from cppmega.errors import CppmegaError
-from cppmega.guard import allowed, provenance, rules
+from cppmega.guard import allowed, files, rules
 from cppmega.guard.held import Guard
 from cppmega.tree import accepted
 
@@ -98,7 +98,7 @@ def summary(guard: Guard, reached: set[str], counted: str = "") -> str:
     text += f"; kernel calls: {counted}" if counted else ""
     text += f"; idle: {', '.join(idle)}" if idle else ""
     text += f"; vouched wrappers: {', '.join(wrapped)}" if wrapped else ""
-    return f"{text}; imported: {provenance.summary()}"
+    return f"{text}; imported: {files.summary()}"
 
 
 def _refuse_undecided(names: set[str], phases: tuple[str, ...]) -> None:

@@ -1,62 +1,40 @@
-"""The guard of a training process: on every rank, the code that runs is the code that was applied.
-
-`python -m cppmega.run SCRIPT` starts the guard. Megatron's `train_step` is watched without the
-script's help; a custom loop marks its steps:
-
-    from cppmega import guard
-    for batch in guard.steps(loader, args):
-        ...
+"""The guard of a process: it starts with the run, looks at every step that matters, and ends it.
 
 The process is compared with the receipt before the first step, after it, at every checkpoint and at
-the end of the run.
-
-The guard does not detect:
-
-- Changes outside the patched files. A patched function calls torch, and Megatron files that no page
-  touches; replacing one of those at run time changes the result, and only the file on disk is
-  checked.
-- Changes to single objects. With `model.forward = f`, a forward hook or a subclass that overrides a
-  method, an object bypasses the patched class. If a page is bypassed altogether, it is not reached,
-  which is an error; if it is bypassed in some layers only, that goes unnoticed.
-- State. Lists, dictionaries, tensors, and variables and class attributes that the file itself
-  assigns may hold anything, including functions.
-- Code that torch compiles. A wrapper of torch.compile counts as the function inside it; a backend
-  may generate anything.
-- Replacements that are undone between two checks.
-- Copies that are not in any module: a function executed from a patched file's text by `exec`, or an
-  alias kept in an object. Modules in `sys.modules` are compared, whatever their names.
-- Deliberate tampering with the process, by ctypes, by a forged code object of torch's, or by
-  assigning to this module. The guard finds mistakes and side effects, not an attacker inside.
+the end of the run. What no check detects is listed in README.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 from cppmega import calls
 from cppmega.catalogue import gates
 from cppmega.errors import CppmegaError
 from cppmega.guard import (
+    agreement,
     children,
-    imported,
+    files,
+    import_hook,
     interpreter,
     ledger,
-    provenance,
+    modules,
     ranks,
     reached,
     reached_marks,
     rules,
     swaps,
-    training_watch,
-    witness,
 )
 from cppmega.guard.held import Guard
-from cppmega.guard.ranks import gather, rank, where
+from cppmega.guard.ranks import gather, where
 from cppmega.host import env
 from cppmega.overlay import receipt
 from cppmega.overlay.compute import overlay_digest
@@ -94,9 +72,8 @@ def start(root: Path | None = None, *, inherited: bool = False, trains: bool = T
     if not inherited:
         interpreter.check()
         ledger.join_or_forget(os.environ, env.OVERLAY.name, env.ROOT.name, env.PYTHON.name)
-    witness.install()
     if root is not None:
-        imported.only_from(root)
+        files.only_from(root)
     session = Session(root)
     calls.check_allowed(session.pages)
     loaded = receipt.load(session.read_tree())
@@ -109,7 +86,7 @@ def start(root: Path | None = None, *, inherited: bool = False, trains: bool = T
     if _GUARD is None:
         os.register_at_fork(after_in_child=_reset_in_fork)
     _GUARD = Guard(session, loaded.receipt, plan.edits)
-    imported.watch(session.read_tree().root, loaded.receipt, plan.edits)
+    files.watch(session.read_tree().root, loaded.receipt, plan.edits)
     for name in loaded.receipt.pages:
         swaps.arm(session.pages[name], plan.edits[name])
     calls.judged_by(_must_be_served if trains else None)
@@ -134,7 +111,8 @@ def _refuse_incomplete(plan: Plan, applied: Receipt) -> None:
     wrong = [v for v in plan.verdicts.values() if v.blocks]
     if not wrong and overlay_digest(applied) == applied.digest:
         return
-    named = "; ".join(f"{v.name} is {v.state} ({v.target}) {v.detail}" for v in wrong)
+    named = "; ".join(f"{v.name} is {v.state} ({v.target}) {v.detail}".rstrip() for v in wrong[:3])
+    named += f"; {len(wrong) - 3} more" if len(wrong) > 3 else ""
     command = wrong[0].next if wrong else ""
     raise CppmegaError(
         "overlay-not-whole",
@@ -179,15 +157,27 @@ def _must_be_served(error: calls.CallDeclinedError) -> bool:
     return True
 
 
-def steps(batches: Iterable[T], args: Any = None) -> Iterator[T]:
+def steps(batches: Iterable[T], args: Any = None, *, unguarded: bool = False) -> Iterator[T]:
     """Iterate over the batches of a custom loop, with the checks before and after its first step.
 
     Args:
         batches: the batches of the loop.
         args: the run's arguments, for pages that are reached only with some of them.
+        unguarded: train without the guard if the script was not started by `cppmega.run`; the
+            script's option `--unguarded` means the same.
+
+    Raises:
+        CppmegaError: `not-guarded`, and what the checks raise.
     """
     if _GUARD is None:
-        print("cppmega: not guarded; start with `python -m cppmega.run`", file=sys.stderr)
+        if not (unguarded or "--unguarded" in sys.argv[1:]):
+            raise CppmegaError(
+                "not-guarded",
+                "The loop marks its steps, and the script was not started by cppmega.run.",
+                "Nothing would compare the code that trains with what was applied.",
+                f"python -m cppmega.run {sys.argv[0]} ..., or, to train without the guard, "
+                "steps(loader, args, unguarded=True)",
+            )
         yield from batches
         return
     _GUARD.arguments = args
@@ -206,27 +196,9 @@ def before_first_step() -> None:
     """
     if _GUARD is None or _GUARD.began:
         return
-    everyone = gather((where(), _GUARD.receipt.digest, _problem()))
-    _refuse_broken([(place, problem) for place, _, problem in everyone])
-    digests = {digest for _, digest, _ in everyone}
-    if len(digests) > 1:
-        held = ", ".join(f"{place} has {digest}" for place, digest, _ in everyone)
-        raise CppmegaError(
-            "overlay-differs",
-            f"The ranks hold {len(digests)} overlays: {held}.",
-            "They would train different code.",
-            "run `python -m cppmega.apply_patches` with one version of cppmega on every host",
-        )
-    provenance.check(_GUARD.session.read_tree().root, _GUARD.receipt, where(), gather)
-    _refuse_broken_rule(gather((where(), rules.broken(_GUARD))))
+    agreement.refuse(gather(agreement.answer(_GUARD)), "")
+    agreement.refuse_first(gather((where(), rules.broken(_GUARD))))
     _GUARD.began = True
-
-
-def _refuse_broken_rule(everyone: list[tuple[str, CppmegaError | None]]) -> None:
-    """Raise the first error on every rank: one that stops alone leaves the others waiting."""
-    for place, error in everyone:
-        if error is not None:
-            raise CppmegaError(error.name, f"{place}: {error.what}", error.why, error.next)
 
 
 def recheck(when: str, *, together: bool = False) -> None:
@@ -238,50 +210,21 @@ def recheck(when: str, *, together: bool = False) -> None:
             is certain to call it.
 
     Raises:
-        CppmegaError: `rank-not-whole`.
+        CppmegaError: what `agreement.refuse` raises.
     """
-    if _GUARD is None:
-        return
-    mine = (f"{where()}, {when}", _problem())
-    _refuse_broken(gather(mine) if together else [mine])
-    tree, place = _GUARD.session.read_tree(), mine[0]
-    if together:
-        provenance.check(tree.root, _GUARD.receipt, place, gather)
-    else:
-        provenance.check(tree.root, _GUARD.receipt, place)
+    if _GUARD is not None:
+        mine = agreement.answer(_GUARD)
+        agreement.refuse(gather(mine) if together else [mine], when)
 
 
-def _problem(*, files: bool = True, memory: bool = True) -> tuple[str, str] | None:
-    """The first failed check of this process and the next command; None if all hold.
+def recheck_memory(when: str) -> None:
+    """Compare the code in memory, without the files on disk, once more.
 
-    Args:
-        files: compare the files on disk.
-        memory: compare this process.
+    Raises:
+        CppmegaError: what `modules.check` and `swaps.check` raise.
     """
-    assert _GUARD is not None
-    root = _GUARD.session.read_tree().root
-    try:
-        if memory:
-            interpreter.check()
-            children.check(where())
-        if files:
-            imported.check_files(root, _GUARD.receipt)
-        if memory:
-            imported.check_memory(root)
-    except CppmegaError as error:
-        return f"{error.name}: {error.what} {error.why}", error.next
-    return None
-
-
-def _refuse_broken(everyone: list[tuple[str, tuple[str, str] | None]]) -> None:
-    broken = [(place, problem) for place, problem in everyone if problem is not None]
-    if broken:
-        raise CppmegaError(
-            "rank-not-whole",
-            "; ".join(f"{place}: {what}" for place, (what, _) in broken[:8]),
-            "One rank with different code is enough to train a wrong model.",
-            f"on that host: {broken[0][1][1]}",
-        )
+    if _GUARD is not None:
+        agreement.refuse_first([(where(), agreement.problem_of_this_process())], when)
 
 
 @_remembering_refusal
@@ -289,20 +232,21 @@ def after_first_step(args: Any = None) -> None:
     """Stop the run if a page that had to be reached was not reached on any rank.
 
     Raises:
-        CppmegaError: `page-not-reached`, `arguments-not-given`, `rank-not-whole`; on every rank.
+        CppmegaError: `page-not-reached`, `arguments-not-given`, and what `agreement.refuse` raises;
+            on every rank.
     """
     if _GUARD is None or _GUARD.stepped:
         return
-    everyone = gather((where(), _problem(), reached_marks.reached(), calls.counts()))
-    _refuse_broken([(f"{place}, after the first step", problem) for place, problem, *_ in everyone])
-    hit = set().union(*(pages for _, _, pages, _ in everyone))
+    mine = agreement.answer(_GUARD, frozenset(reached_marks.reached()), calls.counts())
+    everyone = gather(mine)
+    agreement.refuse(everyone, "after the first step")
+    hit = set().union(*(one.reached for one in everyone))
     required = reached.required(_GUARD, args, reached.FIRST_STEP, hit)
     reached.refuse_missing(_GUARD, required - hit, where(), "the first step")
     _GUARD.stepped = True
     ledger.write("stepped")
-    if rank() == 0:
-        counted = calls.summary(of_rank for *_, of_rank in everyone)
-        print(reached.summary(_GUARD, hit, counted), file=sys.stderr, flush=True)
+    counted = calls.summary(one.calls for one in everyone)
+    _say(reached.summary(_GUARD, hit, counted))
 
 
 def after_first_log(args: Any = None) -> None:
@@ -338,24 +282,20 @@ def _before_save() -> None:
     ends for them, on every rank, after its checkpoint is saved.
 
     Raises:
-        CppmegaError: `rank-not-whole`, and what `provenance.check` raises.
+        CppmegaError: what `agreement.refuse` raises.
     """
     if _GUARD is None:
         return
-    place = f"{where()}, before a checkpoint"
-    everyone = gather((place, _problem(files=False), _problem(memory=False)))
-    _refuse_broken([(other, problem) for other, problem, _ in everyone])
-    replaced: list[CppmegaError] = []
-    root = _GUARD.session.read_tree().root
-    provenance.check(root, _GUARD.receipt, place, gather, replaced=replaced)
+    everyone = gather(agreement.answer(_GUARD))
+    agreement.refuse(everyone, "before a checkpoint", keep_replaced=True)
     try:
-        _refuse_broken([(other, problem) for other, _, problem in everyone])
+        agreement.refuse_first(
+            [(one.where, one.replaced) for one in everyone], "before a checkpoint"
+        )
     except CppmegaError as error:
-        replaced.insert(0, error)
-    if replaced:
-        _GUARD.replaced = replaced[0]
-        refuse(replaced[0])
-        _say("files of the run were replaced; a checkpoint is saved before it ends")
+        _GUARD.replaced = error
+        refuse(error)
+        _say("cppmega: files of the run were replaced; a checkpoint is saved before it ends")
 
 
 @_remembering_refusal
@@ -363,21 +303,22 @@ def _after_save(args: Any) -> None:
     """Check the pages that are reached at a save, or end a run whose files were replaced.
 
     Raises:
-        CppmegaError: `rank-not-whole`, `page-not-reached`, or what `_before_save` has found.
+        CppmegaError: `page-not-reached`, or what `_before_save` has found.
     """
     if _GUARD is None or _GUARD.replaced is None:
         _after_first("save", "the first checkpoint", args)
         return
-    training = sys.modules[training_watch.MODULE]
+    training = sys.modules[_TRAINING]
     if hasattr(training, "maybe_finalize_async_save"):
         training.maybe_finalize_async_save(blocking=True)
-    _say("the checkpoint is saved")
+    _say("cppmega: the checkpoint is saved")
     raise _GUARD.replaced
 
 
 def _say(text: str) -> None:
-    if rank() == 0:
-        print(f"cppmega: {text}", file=sys.stderr, flush=True)
+    if ranks.rank() == 0:
+        with contextlib.suppress(OSError):  # a full disk behind stderr must not end the run
+            print(text, file=sys.stderr, flush=True)
 
 
 def no_step_because(reason: str) -> None:
@@ -415,15 +356,36 @@ def finish(excuse: str = "") -> None:
     recheck("at the end of the run")
 
 
+_TRAINING = "megatron.training.training"
+
+
 def _watch_megatron() -> None:
     """Find Megatron's steps, logs and checkpoints without the script's help."""
-    training_watch.install(
-        {
-            "train_step": (before_first_step, after_first_step),
-            "training_log": (training_watch.nothing, after_first_log),
-            "save_checkpoint": (_before_save, _after_save),
-        }
-    )
+    around: dict[str, tuple[Callable[[], None], Callable[[Any], None]]] = {
+        "train_step": (before_first_step, after_first_step),
+        "training_log": (lambda: None, after_first_log),
+        "save_checkpoint": (_before_save, _after_save),
+    }
+
+    def wrap(module: ModuleType) -> None:
+        # train() looks these names up in its own module, so replacing them there is enough.
+        for name, (before, after) in around.items():
+            modules.replace(module, name, _around(getattr(module, name), before, after))
+
+    import_hook.add(import_hook.Hook(import_hook.named(_TRAINING), after=wrap))
+
+
+def _around(
+    function: Callable[..., Any], before: Callable[[], None], after: Callable[[Any], None]
+) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        before()
+        result = function(*args, **kwargs)
+        after(importlib.import_module("megatron.training.global_vars").get_args())
+        return result
+
+    return watched
 
 
 def _pass_to_children(guard: Guard) -> None:

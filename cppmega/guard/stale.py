@@ -10,7 +10,7 @@ from typing import Any
 
 from cppmega.errors import CppmegaError
 from cppmega.guard.installed import REGISTRY, Installed
-from cppmega.guard.pinned import Pin
+from cppmega.guard.objects import Pin
 
 
 def refuse(item: Installed) -> None:

@@ -22,7 +22,7 @@ import msgspec
 
 from cppmega.catalogue.loader import load_page
 from cppmega.guard import swaps
-from cppmega.guard.imported import only_from
+from cppmega.guard.files import only_from
 from cppmega.host import process
 from cppmega.page import Edit, Page
 from cppmega.proof import frames, hash_seeds, mutant

@@ -41,14 +41,14 @@ def train(out: Path, data: Path, steps: int | None, seed: int | None, stock: boo
     if not stock:
         run(changed, out, data, steps)
         return
-    from cppmega.guard import imported
+    from cppmega.guard import files
     from cppmega.overlay.verbs import Session
     from cppmega.proof import scratch_tree
 
     with tempfile.TemporaryDirectory(prefix="cppmega-stock-") as folder:
         session = Session()
         scratch_tree.build(session.plan(None, os.environ), Path(folder), "stock")
-        imported.only_from(Path(folder))
+        files.only_from(Path(folder))
         run(changed, out, data, steps)
 
 

@@ -9,7 +9,7 @@ from cppmega import calls, guard
 from cppmega.catalogue import gates
 from cppmega.checkpoints import files as checkpoint_files
 from cppmega.errors import CppmegaError
-from cppmega.guard import imported
+from cppmega.guard import files
 from cppmega.overlay.verbs import Session
 from cppmega.overlay.wanted import wanted_patches
 from cppmega.recipe import Recipe
@@ -54,7 +54,7 @@ def open_session(root: Path | None) -> Session:
         return active.session
     session = Session(root)
     if root is not None:
-        imported.only_from(root)
+        files.only_from(root)
     return session
 
 

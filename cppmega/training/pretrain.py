@@ -17,7 +17,7 @@ from cppmega import calls, guard
 from cppmega.catalogue import megatron_args
 from cppmega.errors import CppmegaError
 from cppmega.features.dsa import loss_schedule as dsa_loss_schedule
-from cppmega.guard import live_code
+from cppmega.guard import modules
 from cppmega.host.wording import counted
 from cppmega.overlay import receipt
 from cppmega.overlay import record as overlay_record
@@ -182,9 +182,9 @@ def _install_hooks(
         profiled=profiler.took_disturbed,
     )
     replaced = log.around(training.print_rank_last, last_rank)
-    live_code.replace(training, "print_rank_last", replaced)
+    modules.replace(training, "print_rank_last", replaced)
     finalize = experts.around(training.finalize_model_grads)
-    live_code.replace(training, "finalize_model_grads", finalize)
+    modules.replace(training, "finalize_model_grads", finalize)
     complete, marks = Completeness(plan.recipe), rank_progress.of_this_rank()
     # Graphs refuse modules with hooks.
     calls = ModuleCalls(bool(args.overlap_param_gather) and graphs == "none")
@@ -201,13 +201,13 @@ def _install_hooks(
         garbage.after_step()
 
     named = nonfinite.around_train_step(training.train_step, begin, ended)
-    live_code.replace(training, "train_step", profiler.around(named))
+    modules.replace(training, "train_step", profiler.around(named))
     mock, metrics_file = plan.options.mock_data, plan.options.metrics
     evaluation = Evaluation(step, held_out, mock=mock, metrics=metrics_file, writes=last_rank)
-    live_code.replace(training, "evaluate_and_print_results", evaluation.evaluate)
+    modules.replace(training, "evaluate_and_print_results", evaluation.evaluate)
     # In every release, Megatron passes it the arguments of the run that wrote the checkpoint.
     check = comparing_overlays(checkpointing.check_checkpoint_args, _record(plan))
-    live_code.replace(checkpointing, "check_checkpoint_args", check)
+    modules.replace(checkpointing, "check_checkpoint_args", check)
 
 
 def most_of_all_ranks(value: float) -> float:

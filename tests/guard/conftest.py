@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cppmega.guard import copied_names, witness
+from cppmega.guard import expected, import_hook, modules
 from cppmega.tree import pyc
 from tests.guard.sites import FILES, Site
 from tests.support.made import dist_info
@@ -21,14 +21,16 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     for path, data in FILES.items():
         made.write(path, data)
     dist_info(made.root, "0.19.2")
-    monkeypatch.setattr(witness, "_LEDGER", pyc.Ledger(tmp_path / "cache"))
+    monkeypatch.setattr(expected, "_LEDGER", pyc.Ledger(tmp_path / "cache"))
+    monkeypatch.setattr(modules, "_WATCHED", modules._Watched())
+    monkeypatch.setattr(import_hook, "_HOOKS", [])
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     monkeypatch.setattr(sys, "path_importer_cache", {})
-    names = [name for name in sys.modules if name.partition(".")[0] in copied_names.PACKAGES]
+    names = [name for name in sys.modules if name.partition(".")[0] in modules.PACKAGES]
     others = {name: sys.modules.pop(name) for name in names}
     yield made
-    for name in [n for n in sys.modules if n.partition(".")[0] in copied_names.PACKAGES]:
+    for name in [n for n in sys.modules if n.partition(".")[0] in modules.PACKAGES]:
         del sys.modules[name]
     sys.modules.update(others)

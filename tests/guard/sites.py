@@ -8,8 +8,9 @@ import py_compile
 from pathlib import Path
 from typing import Any
 
-from cppmega.guard import imported, provenance, witness
-from cppmega.guard.provenance import Judged
+from cppmega.errors import CppmegaError
+from cppmega.guard import files, modules
+from cppmega.guard.files import Judged
 from cppmega.overlay.receipt import Receipt
 from tests.support.git import commit_all
 
@@ -31,17 +32,22 @@ class Site:
 
     def load(self, *names: str) -> list[Any]:
         """Import from the tree, watched as after `guard.start`."""
-        witness.install()
-        imported.only_from(self.root)
+        files.watch(self.root, Receipt(), {})
+        files.only_from(self.root)
         importlib.invalidate_caches()
         return [importlib.import_module(name) for name in names or ("megatron.core.b",)]
 
     def look(self, receipt: Receipt | None = None, **accepted: str) -> Judged:
         edits = {path.replace("__", "/"): digest for path, digest in accepted.items()}
-        return provenance.judge(self.root, receipt or Receipt(), edits)
+        return files.judge(self.root, receipt or Receipt(), edits)
 
     def problems(self) -> set[str]:
-        return {problem.name for problem in self.look().problems}
+        found = {problem.name for problem in self.look().problems}
+        try:
+            modules.check()
+        except CppmegaError as error:
+            found.add(error.name)
+        return found
 
     def bytecode(self, path: str, text: bytes, mode: str = "TIMESTAMP") -> Path:
         """Bytecode of another text, with a header that fits the source."""

@@ -106,7 +106,7 @@ if os.environ["RANK"] == "1":
     open(thing.__file__, "w").write(text + "# changed")
 """
     for code, _, err in bench.run(good, bad, script=bench.script(before=before)):
-        assert code == 1 and "rank-not-whole" in err
+        assert code == 1 and "file-changed" in err
         assert "rank 1" in err and "thing.py" in err and "double_doubles" in err
 
 

@@ -46,12 +46,12 @@ WRONG = {
     "bases": "thing.py:Wide was changed in place: its bases is",
     "closure": "thing.py:decorated was changed in place: its closure function is __main__:stock",
     "implementation_of_a_generic_function": "thing.py:shown was changed in place",
-    "module_made_in_memory": "Module megatron.core.thing (without a file",
-    "attribute_of_the_package": "as an attribute of megatron.core (without a file",
+    "module_made_in_memory": "megatron.core.thing was created in memory",
+    "attribute_of_the_package": "as an attribute of megatron.core, was created in memory",
     "class_of_the_module": "thing.py:__class__ is class __main__:Answers",
     "copy_of_the_module": "Module twin was created from",
     "loaded_by_path": "Module second_thing was created from",
-    "file_changed_on_disk": "is not what was applied; it carries double_doubles",
+    "file_changed_on_disk": "since this process imported it. It carries double_doubles.",
 }
 """Scene of `attacks` -> what the guard must say."""
 FINE = (

@@ -5,15 +5,14 @@ from __future__ import annotations
 import importlib
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cppmega.errors import CppmegaError
-from cppmega.guard import provenance
-from cppmega.guard.provenance import Judged
+from cppmega.guard import agreement, files, ranks
+from cppmega.guard.agreement import Answer
 from cppmega.overlay.receipt import PatchedFile, Receipt
 from cppmega.tree.installed import sha256
 from tests.guard.sites import FILES, A, B, Site
@@ -148,31 +147,43 @@ def test_a_module_inside_an_extension_is_the_extension(site: Site) -> None:
     assert site.problems() == {"other-file"}
 
 
-def test_ranks_are_compared_file_by_file(site: Site) -> None:
+def answered(where: str, **details: Any) -> Answer:
+    blank = {"overlay": "d", "stack": {}, "files": "f", "problem": None, "replaced": None}
+    return Answer(where, **{**blank, "reached": frozenset(), "calls": {}, **details})
+
+
+def test_ranks_are_compared_file_by_file(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pipeline stages import different files; what two of them share must be the same."""
     site.load()
-    root, receipt = site.root, Receipt()
-    mine = site.look()
+    mine = files.look(site.root, Receipt()).files
 
-    def gathered(files: dict[str, str]) -> Callable[[Any], list[Any]]:
-        other = Judged(files=files)
-        answers = iter([("rank 1", other.digest, None, 0), ("rank 1", other.files)])
-        return lambda one: [one, next(answers)]
+    def compare(others: dict[str, str]) -> None:
+        answers = [answered("rank 0"), answered("rank 1", files="other")]
+        monkeypatch.setattr(ranks, "gather", lambda one: [one, ("rank 1", others)])
+        agreement.refuse(answers, "")
 
-    provenance.check(root, receipt, "rank 0", gathered(mine.files))
-    provenance.check(root, receipt, "rank 0", gathered({A: mine.files[A], "megatron/x.py": "1"}))
+    compare(mine)
+    compare({A: mine[A], "megatron/x.py": "1"})
     with pytest.raises(CppmegaError) as caught:
-        provenance.check(root, receipt, "rank 0", gathered({**mine.files, A: "other"}))
+        compare({**mine, A: "other"})
     assert caught.value.name == "imported-differs"
     assert A in caught.value.what and "rank 1" in caught.value.what
 
 
-def test_what_one_rank_finds_stops_all(site: Site) -> None:
-    site.load()
-    problem = ("foreign-edit", "a.py differs.", "why", "next")
+def test_ranks_run_one_version_of_every_package() -> None:
+    """Also where one of them, a pipeline stage, has imported fewer packages."""
+    stack = {"torch": "2.11.0", "triton": "3.6.0"}
+    agreement.refuse([answered("host a", stack=stack), answered("host b", stack={})], "")
+    other = answered("host b, rank 8", stack={**stack, "torch": "2.10.0"})
+    with pytest.raises(CppmegaError, match=r"versions of torch: .*, rank 8 has 2\.10") as caught:
+        agreement.refuse([answered("host a", stack=stack), other], "")
+    assert caught.value.name == "stack-differs"
+    assert agreement.stack()["Python"].startswith("3.")
+
+
+def test_what_one_rank_finds_stops_all() -> None:
+    problem = CppmegaError("foreign-edit", "a.py differs.", "why", "next")
     with pytest.raises(CppmegaError) as caught:
-        provenance.check(
-            site.root, Receipt(), "rank 0", lambda one: [one, ("rank 1", "0", problem, 3)]
-        )
-    assert caught.value.name == "foreign-edit" and "rank 1: a.py differs." in caught.value.what
-    assert "(2 more)" in caught.value.what
+        agreement.refuse([answered("rank 0"), answered("rank 1", problem=problem)], "at the end")
+    assert caught.value.name == "foreign-edit"
+    assert "rank 1, at the end: a.py differs." in caught.value.what

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cppmega.errors import CppmegaError
-from cppmega.guard import copied_names, imported, live_code
+from cppmega.guard import files, modules
 from tests.support.lab import TARGET, A, Lab
 
 _EITHER = b"""\
@@ -66,16 +66,16 @@ def test_live_code_may_be_that_of_either_branch(lab: Lab, monkeypatch: pytest.Mo
     lab.page(target=f"{TARGET}#2", edit='replacing("x + x + 0", "3 * x")')
     lab.wheel()
     assert lab.apply().ok
-    for name in [n for n in sys.modules if n.partition(".")[0] in copied_names.PACKAGES]:
+    for name in [n for n in sys.modules if n.partition(".")[0] in modules.PACKAGES]:
         monkeypatch.delitem(sys.modules, name)  # another test's megatron is not this tree's
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    monkeypatch.setattr(live_code, "_WATCHED", live_code._Watched())
-    imported.only_from(lab.root)
-    imported.watch(lab.root, lab.receipt(), {})
+    monkeypatch.setattr(modules, "_WATCHED", modules._Watched())
+    files.only_from(lab.root)
+    files.watch(lab.root, lab.receipt(), {})
     module = importlib.import_module("megatron.core.a")
-    imported.check(lab.root, lab.receipt())
+    modules.check()
     vars(module)["double"] = lambda x: 0
     with pytest.raises(CppmegaError, match="double") as caught:
-        imported.check(lab.root, lab.receipt())
+        modules.check()
     assert caught.value.name == "stale-code"

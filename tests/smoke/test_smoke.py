@@ -34,9 +34,9 @@ def train(root: Path, out: Path, data: Path, steps: int = STEPS, guarded: bool =
     executable = forkserver.executable()
     command = [executable, "-m", "cppmega.run", "--megatron", str(root), script, *arguments]
     if not guarded:
-        only = "from pathlib import Path; from cppmega.guard import imported\n"
+        only = "from pathlib import Path; from cppmega.guard import files\n"
         only += "from cppmega.smoke import command\n"
-        only += f"imported.only_from(Path({str(root)!r})); command.cli({arguments!r})"
+        only += f"files.only_from(Path({str(root)!r})); command.cli({arguments!r})"
         command = [executable, "-c", only]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("CPPMEGA_")}
     environment |= {"PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "ignore"}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cppmega.errors import CppmegaError
-from cppmega.guard import provenance
+from cppmega.guard import files as guarded_files
 from cppmega.overlay import foreign_diff
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import Remark, refuse
@@ -56,13 +56,13 @@ def _foreign_files(context: Context, unverified: list[str]) -> Iterator[CppmegaE
         elif tree.vouched(path):
             continue
         elif path in context.accepted:
-            yield from provenance.refused_edit(path, sha256(data), context.accepted[path])
+            yield from guarded_files.refused_edit(path, sha256(data), context.accepted[path])
         elif tree.pristine(path)[0] != "unverified":
             pristine = foreign_diff.upstream_text(tree, path)
             edit = foreign_diff.difference(context.session, context.receipt, path, pristine, data)
-            yield provenance.foreign_edit(tree, path, sha256(data), edit)
+            yield guarded_files.foreign_edit(tree, path, sha256(data), edit)
         elif tree.has_origin(path):
-            yield provenance.foreign_file(tree, path, sha256(data))
+            yield guarded_files.foreign_file(tree, path, sha256(data))
         else:
             unverified.append(path)
 

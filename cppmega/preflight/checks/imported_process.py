@@ -21,7 +21,7 @@ def check(context: Context) -> str:
     """Import what a rank imports, in the environment of the launch.
 
     Raises:
-        CppmegaError: what `guard.start`, `imported.check`, `provenance.judge` and `swaps.check`
+        CppmegaError: what `guard.start`, `files.judge`, `modules.check` and `swaps.check`
             find, `other-root`, `import-failed`, `patch-not-installed`, `process-ended`;
             `package-missing`.
     """

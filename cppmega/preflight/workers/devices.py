@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-from cppmega.guard.imported import only_from
+from cppmega.guard.files import only_from
 from cppmega.preflight.ask import serve
 from cppmega.preflight.messages import Device, DevicesAnswer, DevicesOrder
 

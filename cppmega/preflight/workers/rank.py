@@ -45,7 +45,7 @@ def inspect(order: RankOrder) -> RankAnswer:
 def _imported(order: RankOrder) -> tuple[list[CppmegaError], str]:
     """Everything that differs in this process from what was applied, and a summary."""
     from cppmega import guard
-    from cppmega.guard import imported, installed, provenance
+    from cppmega.guard import files, installed, modules, swaps
 
     held = guard.start(Path(order.root) if order.root else None)
     root = held.session.read_tree().root
@@ -64,10 +64,11 @@ def _imported(order: RankOrder) -> tuple[list[CppmegaError], str]:
             return [error], ""
         except BaseException as error:  # a half imported module breaks the next ones: one cause
             return [_import_failed(module, error)], ""
-    judged = provenance.judge(root, held.receipt, order.accepted)
+    judged = files.judge(root, held.receipt, order.accepted)
     problems = [*judged.problems]
     checks: tuple[Callable[[], None], ...] = (
-        lambda: imported.check(root, held.receipt),
+        swaps.check,
+        modules.check,
         lambda: _refuse_waiting(installed.waiting()),
     )
     for check in checks:

@@ -19,7 +19,7 @@ from types import FrameType, ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
-from cppmega.guard.imported import only_from
+from cppmega.guard.files import only_from
 from cppmega.preflight.ask import serve
 from cppmega.preflight.messages import TilelangAnswer, TilelangKernel, TilelangOrder
 from cppmega.proof import stand_ins

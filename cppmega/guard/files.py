@@ -1,4 +1,4 @@
-"""The origin of the code that this process has imported: every file of Megatron is judged.
+"""The files of Megatron that this process has imported: each has an origin, and is still there.
 
 A file is vouched for by the RECORD of the distribution that installed it, by the commit of a
 checkout, by the receipt if it is patched, or by an edit that was accepted by name and hash. Only
@@ -8,24 +8,51 @@ imported files are read.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader, SourceFileLoader
+from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader, ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from cppmega.errors import CppmegaError
-from cppmega.guard import imported, witness
-from cppmega.guard.checked_module import CheckedLoader
+from cppmega.guard import expected, modules, swaps
+from cppmega.guard.modules import PACKAGES, in_memory
 from cppmega.overlay.receipt import Receipt
+from cppmega.page import Edit
 from cppmega.tree import accepted
 from cppmega.tree.installed import Tree, part_of, sha256
 
-_LOADERS = (SourceFileLoader, witness.Witnessed, CheckedLoader, ExtensionFileLoader)
 _PATCHED = "patched"
 _BUILT = "built here"
 _ACCEPTED = "accepted"
+
+
+def only_from(root: Path) -> None:
+    """Make `megatron` in this process exactly `root/megatron`, whatever else is on the path.
+
+    megatron has no `__init__.py`: Python would otherwise merge every folder of that name.
+    """
+    for package in PACKAGES:
+        folder = root / package
+        if folder.is_dir() and not (folder / "__init__.py").exists():
+            module = ModuleType(package)
+            module.__path__ = [str(folder)]
+            # As for any namespace, so that importlib finds the package here too.
+            module.__spec__ = ModuleSpec(package, None, is_package=True)
+            module.__spec__.submodule_search_locations = module.__path__
+            sys.modules[package] = module
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+
+
+def watch(root: Path, receipt: Receipt, edits: Mapping[str, Sequence[Edit]]) -> None:
+    """Record imports from now on; call it before megatron is imported."""
+    runtime = {edit.path for page in receipt.pages for edit in edits.get(page, ())}
+    own = {name for file in receipt.files.values() for name in file.runs}
+    armed = (page for page in receipt.pages.values() if page.state == "armed")
+    own |= {name for page in armed for name in page.reached}
+    modules.watch((root / path for path in {*receipt.files, *runtime}), own)
+    swaps.on_replacement(modules.expect)
 
 
 @dataclass
@@ -43,6 +70,16 @@ class Judged:
     """Those problems of files that were vouched for when they were imported: disk, not memory."""
     held: dict[str, object] = field(default_factory=dict)
     """File without a problem -> the spec with which it was imported."""
+
+    def take_ours(self) -> None:
+        """Compare the files of this package with those that were imported."""
+        for one in modules.ours():
+            file, name = Path(one.path), one.module.__name__
+            now = sha256(file.read_bytes()) if file.is_file() else ""
+            self.files[name], self.owners[name] = one.code.digest, "cppmega"
+            if now != one.code.digest:
+                self.problems.append(_changed(one.path, "It has changed since it was imported."))
+                self.replaced.append(self.problems[-1])
 
     @property
     def unverified(self) -> list[str]:
@@ -73,57 +110,29 @@ _HELD: dict[str, object] = {}
 """Files that some check has vouched for, with the spec of that import: a later one is new code."""
 
 
-def check(
-    root: Path,
-    receipt: Receipt,
-    where: str = "",
-    gather: Callable[[Any], list[Any]] = lambda mine: [mine],
-    *,
-    replaced: list[CppmegaError] | None = None,
-) -> Judged:
-    """Judge what this process has imported so far, and compare it with the other ranks.
-
-    Args:
-        root: the tree.
-        receipt: what was applied to it.
-        where: how messages name this process.
-        gather: collects an object from every rank; all ranks must call together.
-        replaced: receives the error, on every rank, that files were replaced after some rank had
-            imported them; None: it is raised.
-
-    Raises:
-        CppmegaError: on every rank, the first problem of one of them; `imported-differs`.
-    """
+def look(root: Path, receipt: Receipt) -> Judged:
+    """Judge what this process has imported so far."""
     global _LAST
     try:
         _LAST = judge(root, receipt, accepted.in_this_process())
     except (CppmegaError, OSError) as error:  # of a tree that is being replaced
-        if replaced is None:
-            raise
         unread = _changed(str(root), f"It cannot be read: {error}.")
         _LAST = Judged(problems=[unread], replaced=[unread])
-    late = _LAST.replaced if replaced is not None else []
-    now = [problem for problem in _LAST.problems if problem not in late]
-    everyone = gather((where, _LAST.digest, _first(now), len(now)))
-    _refuse(everyone)
-    if replaced is not None:
-        try:
-            _refuse(gather((where, "", _first(late), len(late))))
-        except CppmegaError as error:
-            replaced.append(error)
-            return _LAST
-    if len({digest for _, digest, _, _ in everyone}) > 1:  # pipeline stages import different files
-        _refuse_differing(gather((where, _LAST.files)))
-    _HELD.update(_LAST.held)
     return _LAST
 
 
-def _first(problems: list[CppmegaError]) -> tuple[str, str, str, str] | None:
-    return next(((one.name, one.what, one.why, one.next) for one in problems), None)
+def hold() -> None:
+    """Remember the files that the last `look` has found in order."""
+    _HELD.update(_LAST.held)
+
+
+def last() -> Judged:
+    """The result of the last `look`."""
+    return _LAST
 
 
 def summary() -> str:
-    """The result of the last `check`, for a log."""
+    """The result of the last `look`, for a log."""
     return _LAST.summary()
 
 
@@ -132,7 +141,8 @@ def judge(root: Path, receipt: Receipt, edits: accepted.Edits) -> Judged:
     judging = _Judge(root, receipt, edits)
     for name, module in list(sys.modules.items()):
         judging.take(name, module)
-    witness.remember()
+    judging.judged.take_ours()
+    expected.remember()
     return judging.judged
 
 
@@ -151,7 +161,7 @@ class _Judge:
         """Judge one module, if it is of these packages by its name or by its file."""
         if not isinstance(module, ModuleType):
             if module is not None and name.partition(".")[0] in self._packages:
-                self.judged.problems.append(_in_memory(name))
+                self.judged.problems.append(in_memory(name))
             return
         spec = vars(module).get("__spec__")  # an attribute of a lazy module may trigger imports
         file = spec.origin if spec is not None and spec.has_location else None
@@ -178,7 +188,7 @@ class _Judge:
             return
         site = self._site(file.removesuffix(f"/{path}"))
         if site != self._root and _exists(self._root, part_of(path)):
-            yield imported.shadowed(name, file, self._root)
+            yield shadowed(name, file, self._root)
             return
         hidden = site / f"{base}.py"
         if path != f"{base}.py" and hidden.exists():
@@ -195,7 +205,7 @@ class _Judge:
         """Judge a namespace by its folders; other modules without a file were created in memory."""
         places = getattr(module, "__path__", None)
         if places is None:
-            yield _in_memory(name)
+            yield in_memory(name)
             return
         for place in places:
             if not str(place).endswith(f"/{base}"):
@@ -222,34 +232,28 @@ class _Judge:
             path: the path of the file in that folder.
             file: the path of the file as Python has it.
         """
-        spec = getattr(module, "__spec__", None)
-        loader = getattr(spec, "loader", None) or getattr(module, "__loader__", None)
-        if type(loader) not in _LOADERS and module.__name__ != "__main__":
-            yield _foreign_loader(module.__name__, loader)
-            return
         tree = self._trees.setdefault(site, Tree(site))
-        data = tree.read(path)
-        loaded = getattr(loader, "loaded", None)
-        if loaded == "":
-            yield _in_memory(module.__name__)
+        data, imported = tree.read(path), modules.recorded(module)
+        if data is None or (imported is not None and sha256(data) != imported.code.digest):
+            carries = self._carries(path)
+            yield _changed(file, f"It has changed since this process imported it.{carries}")
             return
-        if data is None or (loaded and sha256(data) != loaded):
-            yield _changed(file, "It has changed since this process imported it.")
-            return
-        foreign = getattr(loader, "foreign", "")
-        if type(loader) is SourceFileLoader:
-            foreign = witness.foreign_bytecode(Path(file), data)
-        if foreign:
-            yield _foreign_bytecode(foreign, file)
         self.judged.files[path] = sha256(data)
         yield from self._origin(tree, path, data)
+
+    def _carries(self, path: str) -> str:
+        patched = self._receipt.files.get(path)
+        if patched is None:
+            return ""
+        pages = ", ".join(step.partition("@")[0] for step in patched.steps)
+        return f" It carries {pages}."
 
     def _origin(self, tree: Tree, path: str, data: bytes) -> Iterator[CppmegaError]:
         now, mine = sha256(data), self._receipt.files.get(path)
         if mine is not None and tree.root.resolve() == self._root:
             if mine.after != now:
-                pages = ", ".join(step.partition("@")[0] for step in mine.steps)
-                yield _changed(str(tree.root / path), f"It carries {pages}.")
+                text = f"It is not what was applied.{self._carries(path)}"
+                yield _changed(str(tree.root / path), text)
             self.judged.owners[path] = _PATCHED
         elif tree.vouched(path):
             listed = tree.listed(path)
@@ -298,32 +302,6 @@ def foreign_file(tree: Tree, path: str, now: str) -> CppmegaError:
     )
 
 
-def _refuse(everyone: Iterable[tuple[str, str, tuple[str, str, str, str] | None, int]]) -> None:
-    broken = [(where, problem, count) for where, _, problem, count in everyone if problem]
-    for _, (name, _, why, command), _ in broken[:1]:
-        messages = [
-            f"{where}: {problem[1]}" + (f" ({count - 1} more)" if count > 1 else "")
-            for where, problem, count in broken
-        ]
-        raise CppmegaError(name, " ".join(dict.fromkeys(messages[:8])), why, command)
-
-
-def _refuse_differing(everyone: Iterable[tuple[str, dict[str, str]]]) -> None:
-    """Compare the files that more than one rank has imported."""
-    first: dict[str, tuple[str, str]] = {}
-    for where, files in everyone:
-        for path, digest in files.items():
-            place, known = first.setdefault(path, (where, digest))
-            if known != digest:
-                raise CppmegaError(
-                    "imported-differs",
-                    f"{path} is {known[:12]} on {place} and {digest[:12]} on {where}.",
-                    "The ranks would train different code.",
-                    "install the same files on every host; copy an extension built on one, "
-                    "or build it on each with the same compiler",
-                )
-
-
 def _is_of_extension(name: str, module: ModuleType, file: str) -> bool:
     """Whether the code of an extension created this module inside its own, which is judged.
 
@@ -360,41 +338,22 @@ def _is_built(tree: Tree, path: str) -> bool:
     return (tree.root / path).with_name("Makefile").is_file()
 
 
+def shadowed(name: str, file: str, root: Path) -> CppmegaError:
+    """The error for a module that did not come from the tree, although the tree has it."""
+    return CppmegaError(
+        "shadowed",
+        f"{name} was imported from {file}, not from {root}.",
+        "The patched tree is not the one that trains.",
+        "remove the other folder from PYTHONPATH",
+    )
+
+
 def _other_file(name: str, file: str, wanted: str) -> CppmegaError:
     return CppmegaError(
         "other-file",
         f"{name} was imported from {file}, not from {wanted}.",
         "The file that was checked exists, but its code is not what trains.",
         f"move {file} away",
-    )
-
-
-def _in_memory(name: str) -> CppmegaError:
-    return CppmegaError(
-        "foreign-module",
-        f"{name} was created in memory and put into sys.modules.",
-        "No file holds the code that would train, so that no hash identifies it.",
-        "find the code that assigns sys.modules[...], and import the module instead",
-    )
-
-
-def _foreign_loader(name: str, loader: object) -> CppmegaError:
-    kind = type(loader)
-    return CppmegaError(
-        "foreign-loader",
-        f"{name} was loaded by {kind.__module__}.{kind.__qualname__}, not from its source by "
-        "Python's own loader.",
-        "An import hook, an archive or bytecode without a source may run different code.",
-        "install the source files, and remove the hook from sys.meta_path and sys.path_hooks",
-    )
-
-
-def _foreign_bytecode(cached: str, file: str) -> CppmegaError:
-    return CppmegaError(
-        "stale-bytecode",
-        f"{cached} holds different code from {file}, and Python would use it.",
-        "A process without this check would run it; the source would not be what trains.",
-        f"rm {cached}",
     )
 
 

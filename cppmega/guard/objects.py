@@ -26,8 +26,8 @@ _PARTIALS = (functools.partial, functools.partialmethod)
 class Pin:
     """An object as it was recorded.
 
-    The guard's own records hold objects by pins only, so that a search for references to an object
-    can distinguish these records from everything else.
+    Records hold objects by pins only, so that a search for references to an object can distinguish
+    them from everything else.
     """
 
     thing: Any
@@ -153,7 +153,7 @@ def _attributes(thing: Any) -> dict[str, Any]:
         held = object.__getattribute__(thing, "__dict__")
     except AttributeError:
         return {}
-    return {k: v for k, v in held.items() if type(v) is types.FunctionType}
+    return {k: v for k, v in held.items() if type(v) is types.FunctionType or k == "fn"}
 
 
 def _of_function(function: types.FunctionType) -> dict[str, Any]:
@@ -172,9 +172,14 @@ def _of_function(function: types.FunctionType) -> dict[str, Any]:
     return found
 
 
+_STORE = dis.opmap["STORE_DEREF"]
+
+
 def _rebound(thing: Any) -> set[str]:
     """Closure variables that the function itself assigns: counters and caches."""
     if type(thing) is not types.FunctionType or not thing.__closure__:
         return set()
+    if _STORE not in thing.__code__.co_code[::2]:  # most have none, and `dis` takes its time
+        return set()
     steps = dis.get_instructions(thing.__code__)
-    return {f"closure {s.argval}" for s in steps if s.opname == "STORE_DEREF"}
+    return {f"closure {s.argval}" for s in steps if s.opcode == _STORE}
