@@ -19,7 +19,7 @@ from cppmega.rewriting.function_source import without_linter_comments
 _ROOT = Path(__file__).parents[2]
 _COPIED = "cppmega.proof."
 """Modules of this package that may be copied."""
-_PLAIN = {"cppmega.guard.live_code.replace": "setattr"}
+_PLAIN = {"cppmega.proof.assigned.replace": "setattr"}
 """Functions of this package with a builtin that does the same where no guard watches."""
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _Import = ast.Import | ast.ImportFrom

@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import sys
 from collections.abc import Iterator
 from typing import Any
+
+from cppmega.proof import assigned
 
 
 def shim() -> None:
@@ -36,27 +37,18 @@ def shim() -> None:
         from megatron.core.transformer import transformer_block
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-        _replace(transformer_block, "LayerNormImpl", WrappedTorchNorm)
+        assigned.replace(transformer_block, "LayerNormImpl", WrappedTorchNorm)
     else:
         from megatron.core.transformer import multi_token_prediction
 
         # Main asks whether an MTP depth has layers of a class that is a mock without that package.
         if hasattr(multi_token_prediction, "is_inference_column_parallel_linear"):
-            _replace(
+            assigned.replace(
                 multi_token_prediction, "is_inference_column_parallel_linear", lambda module: False
             )
 
-    _replace(random.CudaRNGStatesTracker, "fork", _no_fork)
-    _replace(random.CudaRNGStatesTracker, "add", _remember_seed)
-
-
-def _replace(owner: Any, name: str, new: Any) -> None:
-    """Assign a name; pages edit these modules, and a guard compares what they define.
-
-    Importing the guard would make its code a part of every page that is proved on a CPU.
-    """
-    guarded = sys.modules.get(f"{__name__.partition('.')[0]}.guard.modules")
-    (setattr if guarded is None else guarded.replace)(owner, name, new)
+    assigned.replace(random.CudaRNGStatesTracker, "fork", _no_fork)
+    assigned.replace(random.CudaRNGStatesTracker, "add", _remember_seed)
 
 
 def _remember_seed(self: Any, name: str, seed: int) -> None:

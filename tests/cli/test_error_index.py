@@ -21,16 +21,15 @@ NAMED = re.compile(r"Error\(\s*\"([a-z0-9-]+)\"")
 DOCUMENTED = re.compile(r"`([a-z0-9]+(?:-[a-z0-9]+)+)`")
 PASSING_ON = {
     "authoring/laws.py": {"'law-' + name.replace(' ', '-')"},
-    "guard/session.py": {"error.name"},  # of a rule that the run breaks
     "rules/rule.py": {"self.concerns", "self.name or name"},  # those of rules
     "data/corpus.py": {"name"},  # data-unfinished or data-not-found
-    "guard/live_code.py": {"first.name"},
+    "guard/agreement.py": {"first.name"},  # of another rank's error
+    "guard/modules.py": {"first.name"},
     "overlay/verbs.py": {"f'patch-{verdict.state}'"},
     "preflight/checks/data.py": {"error.name"},
     "preflight/checks/patches.py": {"f'patch-{first.state}'"},
     "preflight/findings.py": {"self.name"},
     "preflight/messages.py": {"self.name"},
-    "guard/provenance.py": {"name"},  # of another rank's error
     "guard/ledger.py": {"self.name"},
     "rewriting/rewrite.py": {
         "'target-ambiguous' if found else 'target-absent'",
