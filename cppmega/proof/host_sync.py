@@ -108,16 +108,16 @@ def _in_backwards(mode: TorchFunctionMode) -> Iterator[None]:
 
     def watched(node: Any, *gradients: Any) -> Any:
         with mode:
-            return released(node, *gradients)  # type: ignore[no-untyped-call]
+            return released(node, *gradients)
 
     with mock.patch.object(BackwardCFunction, "apply", watched):
         yield
 
 
-class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Operators(TorchDispatchMode):
     def __init__(self, device: str | None) -> None:
         self.device = device
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -25,9 +25,9 @@ def counted() -> Iterator[Counter[str]]:
         yield calls
 
 
-class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Counting(TorchDispatchMode):
     def __init__(self, calls: Counter[str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.calls = calls
 
     def __torch_dispatch__(

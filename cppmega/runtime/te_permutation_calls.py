@@ -47,7 +47,7 @@ def direct(operator: Any) -> Callable[..., Any]:
             passed(_PAGE, "a tensor is of a subclass, or the call is traced")
             return operator(*inputs)
         served(_PAGE)
-        return Direct.apply(*inputs)  # type: ignore[no-untyped-call]
+        return Direct.apply(*inputs)
 
     return call
 

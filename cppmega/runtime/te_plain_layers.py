@@ -221,7 +221,7 @@ def _without_fuser(fused: Callable[..., Any]) -> Callable[..., Any]:
         known = own is fused and not (more or named or self.weight.is_meta)
         if not known or torch.compiler.is_compiling():
             return own(self, input, *more, **named)
-        return _Operation.apply(input, self.weight, self)  # type: ignore[no-untyped-call]
+        return _Operation.apply(input, self.weight, self)
 
     return forward
 

@@ -36,7 +36,7 @@ def train_step(
     if not math.isfinite(loss.item()):
         raise loss_error(loss.item(), watch)
     watch.end()
-    loss.backward()  # type: ignore[no-untyped-call]  # of torch
+    loss.backward()
     ddp.finish_grad_sync()
     norm = _update(model, optimizer, plan.clip_grad)
     tracker = MTPLossLoggingHelper.tracker

@@ -25,7 +25,7 @@ class _Output:
     def __init__(self, tensor: Any) -> None:
         from torch.multiprocessing.reductions import StorageWeakRef
 
-        self._storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self._storage = StorageWeakRef(tensor.untyped_storage())
         self._like = tensor.new_empty(0)
         self._place = tensor.storage_offset(), tensor.size(), tensor.stride()
 

@@ -84,7 +84,7 @@ class NgramHashEmbedding(nn.Module):
                 "Every n-gram would look up the row of another one.",
                 "give ngram_hash the seed, orders, heads and tables of the run that saved it",
             )
-        super()._load_from_state_dict(state_dict, prefix, *rest, **named)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state_dict, prefix, *rest, **named)
 
     def _hashes_like(self, saved: Tensor | None) -> bool:
         own = self.hashing.cpu()

@@ -66,7 +66,7 @@ class Block:
 
     def know(self, tensor: Tensor, make: Callable[[], Tensor]) -> None:
         """Register how to recompute a tensor of the forward, which must fill its storage."""
-        storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        storage = StorageWeakRef(tensor.untyped_storage())
         self._known[storage.cdata] = _Known(storage, tensor.dtype, Recomputed(make))
 
     def recomputed(self, tensor: Tensor) -> Recomputed:
@@ -122,7 +122,7 @@ class _Again(torch.autograd.Function):
 
 def again(function: Callable[..., Any], *inputs: Tensor | None) -> Any:
     """Call a function of tensors; the backward pass recomputes its intermediate results."""
-    return _Again.apply(function, *inputs)  # type: ignore[no-untyped-call]
+    return _Again.apply(function, *inputs)
 
 
 def begin(sites: Sequence[Sequence[Any]], config: Any, training: bool) -> None:

@@ -26,8 +26,8 @@ SLOTS = 1024
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _bits_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _bits_kernel(
     indices, starts, ends, bits, across, marks, sq, sk, topk, q0, part, rows, words, bound_batch,
     bound_row, CAUSAL: tl.constexpr, SLOTS: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr,
     BY_QUERY: tl.constexpr, BY_KEY: tl.constexpr, MARKS: tl.constexpr,
@@ -55,8 +55,8 @@ def _bits_kernel(  # type: ignore[no-untyped-def]
             tl.store(marks + unit, bit, mask=mask)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def chosen(words, offs_n, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def chosen(words, offs_n, BITS: tl.constexpr):
     """Which columns of a tile have their bit set, given the address of each row's first word.
 
     Args:

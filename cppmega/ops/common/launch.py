@@ -51,4 +51,4 @@ def _launching(kind: Any) -> Any:
 
 def on_device_of(tensor: torch.Tensor) -> torch.cuda.device:
     """A context in which a tensor's device is current, for launches of other packages."""
-    return torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
+    return torch.cuda.device_of(tensor)

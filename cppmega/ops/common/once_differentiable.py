@@ -33,7 +33,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         covered = {get_gradient_edge(x)[:2] for x in reached}
         others = {edge[0] for edge in ctx.next_functions if edge not in covered}
         refused = iter(
-            _Refused.apply(  # type: ignore[no-untyped-call]
+            _Refused.apply(
                 backward.__qualname__, len(tensors), *tensors, *reached, *_leaves(others)
             )
         )

@@ -18,8 +18,8 @@ _ELEMENTS = 4096
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _scale_kernel(source, factor, out, elements, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _scale_kernel(source, factor, out, elements, BLOCK: tl.constexpr):
     """out = factor * source in fp32, rounded once. `factor` is one number in device memory."""
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(source + offs, mask=offs < elements, other=0.0).to(tl.float32)

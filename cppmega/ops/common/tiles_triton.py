@@ -14,10 +14,8 @@ def padded(width: int) -> int:
     return max(16, int(triton.next_power_of_2(width)))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def row_bounds(  # type: ignore[no-untyped-def]
-    starts, ends, b, row, sq, sk, bound_batch, bound_row, CAUSAL: tl.constexpr
-):
+@triton.jit
+def row_bounds(starts, ends, b, row, sq, sk, bound_batch, bound_row, CAUSAL: tl.constexpr):
     """The first key, and the key after the last, of each row; without keys an empty range at 0."""
     inside = row < sq
     if CAUSAL:
@@ -31,16 +29,16 @@ def row_bounds(  # type: ignore[no-untyped-def]
     return tl.where(end > start, start, 0), tl.where(end > start, end, 0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def extent(start, end):  # type: ignore[no-untyped-def]
+@triton.jit
+def extent(start, end):
     """The range of keys that any row of a tile sees: the first, and the one after the last."""
     first = tl.min(tl.where(end > start, start, 2147483647), axis=0)
     last = tl.max(end, axis=0)
     return tl.minimum(first, last), last
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def rows_of(base, row, step, inside, D: tl.constexpr, D_PAD: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def rows_of(base, row, step, inside, D: tl.constexpr, D_PAD: tl.constexpr):
     """Rows `[rows, D_PAD]` of a matrix, zero where `inside` is false."""
     offs_d = tl.arange(0, D_PAD)
     return tl.load(
@@ -50,8 +48,8 @@ def rows_of(base, row, step, inside, D: tl.constexpr, D_PAD: tl.constexpr):  # t
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def product(left, right, acc, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def product(left, right, acc, SPLIT: tl.constexpr):
     """acc + left @ right, with `left` in fp32 split into two terms in the type of `right`."""
     high = left.to(right.dtype)
     acc = tl.dot(high, right, acc, input_precision="ieee")

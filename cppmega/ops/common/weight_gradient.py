@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MIXED: bool = "dtype_out" in torch.ops.aten.addmm.overloads()  # type: ignore[no-untyped-call]
+MIXED: bool = "dtype_out" in torch.ops.aten.addmm.overloads()
 """Whether a product on a GPU can have another type than its factors: PyTorch since 2.8."""
 
 

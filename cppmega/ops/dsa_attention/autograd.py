@@ -45,7 +45,5 @@ def absorbed(call: Absorbed, *, repeatable: bool | None = None) -> Tensor:
     """Compute the attention; see `dsa_attention.sparse_attention`."""
     query, key = call.query, call.key
     keep = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
-    out: Tensor = _Absorbed.apply(  # type: ignore[no-untyped-call]
-        query, key, call.contiguous(), repeatable, keep
-    )
+    out: Tensor = _Absorbed.apply(query, key, call.contiguous(), repeatable, keep)
     return out

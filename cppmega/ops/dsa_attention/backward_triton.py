@@ -42,8 +42,8 @@ SCRATCH_BYTES = 1 << 28
 """Maximum memory of the contributions held at a time, unless 32 queries need more."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _contribute(rows, offs_d, x, mask_n, WIDTH: tl.constexpr, ATOMIC: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _contribute(rows, offs_d, x, mask_n, WIDTH: tl.constexpr, ATOMIC: tl.constexpr):
     """Add rows to the gradients of keys, or write them to their slots."""
     mask = mask_n[:, None] & (offs_d < WIDTH)[None, :]
     if ATOMIC:
@@ -53,8 +53,8 @@ def _contribute(rows, offs_d, x, mask_n, WIDTH: tl.constexpr, ATOMIC: tl.constex
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _backward_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _backward_kernel(
     query, key, indices, starts, ends, bound_batch, bound_row, out, rest, lse, do_ptr, dq_ptr,
     bits, first, contributions, scale, log2_scale, sq, sk, topk, batch, words, b0, q0, part, region,
     q_row, q_batch, q_head, k_row, k_batch, g_row, g_batch, g_head,

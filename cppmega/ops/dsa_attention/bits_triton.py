@@ -30,8 +30,8 @@ CHUNK = 256
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _lists_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _lists_kernel(
     marks, lists, counts, own, other, batch_step, own_step, other_step,
     OWN: tl.constexpr, OTHER: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip

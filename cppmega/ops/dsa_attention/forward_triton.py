@@ -56,8 +56,8 @@ def tiles_of(heads: int, width: int, gpu: Gpu) -> Tiles:
     return Tiles(64, min(32, padded(heads)), 2)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def gathered(base, at, there, step, D: tl.constexpr, D_PAD: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def gathered(base, at, there, step, D: tl.constexpr, D_PAD: tl.constexpr):
     """Rows `at` of a matrix, `[rows, D_PAD]`, zero where `there` is false."""
     offs_d = tl.arange(0, D_PAD)
     return tl.load(
@@ -68,8 +68,8 @@ def gathered(base, at, there, step, D: tl.constexpr, D_PAD: tl.constexpr):  # ty
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _forward_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _forward_kernel(
     query, key, indices, starts, ends, bound_batch, bound_row, out, rest, lse, scale, sq, sk, topk,
     batch, q_row, q_batch, q_head, k_row, k_batch,
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr,

@@ -33,16 +33,14 @@ from cppmega.ops.common.tiles_triton import padded
 from cppmega.ops.dsa_attention.problem import Absorbed
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def visible(key, start, end):  # type: ignore[no-untyped-def]
+@triton.jit
+def visible(key, start, end):
     """Whether an entry of the indices is a key that its query may see."""
     return (key >= start) & (key < end)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def bounds_of_row(  # type: ignore[no-untyped-def]
-    starts, ends, b, row, sq, sk, bound_batch, bound_row, CAUSAL: tl.constexpr
-):
+@triton.jit
+def bounds_of_row(starts, ends, b, row, sq, sk, bound_batch, bound_row, CAUSAL: tl.constexpr):
     """The first key that a query may see, and the key after the last."""
     if CAUSAL:
         start = 0
@@ -54,8 +52,8 @@ def bounds_of_row(  # type: ignore[no-untyped-def]
     return start, tl.minimum(end, sk)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def ones(word):  # type: ignore[no-untyped-def]
+@triton.jit
+def ones(word):
     """The number of bits set in each word."""
     x = word.to(tl.uint32, bitcast=True)
     x = x - ((x >> 1) & 0x55555555)
@@ -65,8 +63,8 @@ def ones(word):  # type: ignore[no-untyped-def]
     return ((x + (x >> 16)) & 0x3F).to(tl.int32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def place_of(bits, first, b, key_n, part_row, mask_n, sk, words):  # type: ignore[no-untyped-def]
+@triton.jit
+def place_of(bits, first, b, key_n, part_row, mask_n, sk, words):
     """The slots, within those of batch element b, of a query's contributions to the keys `key_n`.
 
     b is relative to the first batch element of `bits`, and `part_row` to its first query.
@@ -78,8 +76,8 @@ def place_of(bits, first, b, key_n, part_row, mask_n, sk, words):  # type: ignor
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _bits_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _bits_kernel(
     indices, starts, ends, bound_batch, bound_row, bits, sq, sk, topk, q0, part, words,
     SLOTS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
@@ -96,8 +94,8 @@ def _bits_kernel(  # type: ignore[no-untyped-def]
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _count_kernel(bits, counts, words, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _count_kernel(bits, counts, words, BLOCK: tl.constexpr):
     """Count the bits set in each word."""
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(
@@ -106,8 +104,8 @@ def _count_kernel(bits, counts, words, BLOCK: tl.constexpr):  # type: ignore[no-
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _sum_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _sum_kernel(
     contributions, first, total, sk, words, b0, region, out_row, out_batch,
     EACH: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
     ADD: tl.constexpr,

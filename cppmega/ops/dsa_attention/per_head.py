@@ -93,7 +93,5 @@ def per_head(
     """
     tensors = (query, key, value)
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    out: Tensor = _PerHead.apply(  # type: ignore[no-untyped-call]
-        *tensors, indices, starts, ends, softmax_scale, wanted
-    )
+    out: Tensor = _PerHead.apply(*tensors, indices, starts, ends, softmax_scale, wanted)
     return out

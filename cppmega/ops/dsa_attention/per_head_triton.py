@@ -49,8 +49,8 @@ two they are 1.0 times, as long as the forward splits P. With one term of P here
 """
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _tile_of_program(HEADS: tl.constexpr, tiles, reverse: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _tile_of_program(HEADS: tl.constexpr, tiles, reverse: tl.constexpr):
     """The sequence, head and tile of a program; the tiles of a head share its rows in L2."""
     tile, at = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     if reverse:  # the longest first
@@ -58,10 +58,8 @@ def _tile_of_program(HEADS: tl.constexpr, tiles, reverse: tl.constexpr):  # type
     return (at // HEADS).to(tl.int64), at % HEADS, tile
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _store(  # type: ignore[no-untyped-def]
-    out, acc, row, inside, step, factor, WIDTH: tl.constexpr, PAD: tl.constexpr
-):
+@triton.jit
+def _store(out, acc, row, inside, step, factor, WIDTH: tl.constexpr, PAD: tl.constexpr):
     """Store the rows of an accumulator, multiplied by `factor`."""
     offs_d = tl.arange(0, PAD)
     ptrs = out + row.to(tl.int64)[:, None] * step + offs_d[None, :]
@@ -70,8 +68,8 @@ def _store(  # type: ignore[no-untyped-def]
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _forward_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _forward_kernel(
     q_ptr, k_ptr, v_ptr, bits, lists, counts, out, rest, lse,
     scale, sq, sk, q0, words, tiles, others,
     q_row, q_batch, q_head, k_row, k_batch, k_head, v_row, v_batch, v_head, o_row,
@@ -129,8 +127,8 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _query_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _query_kernel(
     q_ptr, k_ptr, v_ptr, bits, lists, counts, out, rest, do_ptr, lse, delta_ptr, dq,
     scale, softmax_scale, sq, sk, q0, words, tiles, others,
     q_row, q_batch, q_head, k_row, k_batch, k_head, v_row, v_batch, v_head,
@@ -187,8 +185,8 @@ def _query_kernel(  # type: ignore[no-untyped-def]
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _key_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _key_kernel(
     q_ptr, k_ptr, v_ptr, bits, lists, counts, do_ptr, lse, delta_ptr, dk, dv,
     scale, dk_factor, sq, sk, q0, words, tiles, others,
     q_row, q_batch, q_head, k_row, k_batch, k_head, v_row, v_batch, v_head,
@@ -253,8 +251,8 @@ def _key_kernel(  # type: ignore[no-untyped-def]
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _shared_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _shared_kernel(
     shares, out, rows, HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip

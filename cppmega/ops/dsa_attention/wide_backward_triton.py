@@ -46,8 +46,8 @@ SLOTS = 64
 """Rows of P, and `slots_in_use`, are multiples of this; the keys of every tile divide it."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _rows_of_keys(k_ptr, key_n, k_row, V: tl.constexpr, R: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _rows_of_keys(k_ptr, key_n, k_row, V: tl.constexpr, R: tl.constexpr):
     """The first columns of some keys and, if there are any, their remaining ones; 0 where -1."""
     mask_n = (key_n >= 0)[:, None]
     ptrs = k_ptr + key_n.to(tl.int64)[:, None] * k_row
@@ -59,8 +59,8 @@ def _rows_of_keys(k_ptr, key_n, k_row, V: tl.constexpr, R: tl.constexpr):  # typ
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _scores_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _scores_kernel(
     query, key, indices, starts, ends, out, rest, lse, do_ptr, ds_p,
     scale, log_scale, batch, sq, sk, topk, slots, q0,
     q_row, q_batch, q_head, k_row, k_batch, g_row, g_batch, g_head, bound_batch, bound_row,
@@ -121,8 +121,8 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _query_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _query_kernel(
     key, indices, starts, ends, ds_p, dq, batch, sq, sk, topk, slots, q0,
     k_row, k_batch, bound_batch, bound_row,
     HEADS: tl.constexpr, H_PAD: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
@@ -152,8 +152,8 @@ def _query_kernel(  # type: ignore[no-untyped-def]
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _key_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _key_kernel(
     query, indices, starts, ends, do_ptr, ds_p, bits, of_word, words, region, dkv_ptr,
     batch, sq, sk, topk, slots, q0,
     q_row, q_batch, q_head, g_row, g_batch, g_head, bound_batch, bound_row,

@@ -25,15 +25,15 @@ from cppmega.ops.dsa_attention.problem import Absorbed, Attended
 from cppmega.ops.dsa_attention.wide_tiles import WideTiles, tiles_of
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def chosen_keys(indices, slot, topk, start, end):  # type: ignore[no-untyped-def]
+@triton.jit
+def chosen_keys(indices, slot, topk, start, end):
     """The keys in some slots of a row; -1 for those that its query may not see."""
     at = tl.load(indices + slot, mask=slot < topk, other=-1)
     return tl.where(visible(at, start, end), at, -1).to(tl.int32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def slots_in_use(indices, topk, start, end):  # type: ignore[no-untyped-def]
+@triton.jit
+def slots_in_use(indices, topk, start, end):
     """The slots of a row up to its last key, in blocks of 64: the first queries have few keys."""
     near = tl.arange(0, 256)
     last = tl.zeros([256], tl.int32)
@@ -44,8 +44,8 @@ def slots_in_use(indices, topk, start, end):  # type: ignore[no-untyped-def]
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _forward_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _forward_kernel(
     query, key, indices, starts, ends, out, rest, lse, scale, batch, sq, sk, topk,
     q_row, q_batch, q_head, k_row, k_batch, bound_batch, bound_row,
     HEADS: tl.constexpr, HEAD_BLOCKS: tl.constexpr, V: tl.constexpr, R: tl.constexpr,

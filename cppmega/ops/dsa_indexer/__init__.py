@@ -142,7 +142,7 @@ def indexer_loss(
     empty = 0 in (*q.shape[:2], len(k)) or (loss.sparse and topk == 0)
     if loss.coefficient == 0 or empty:
         indices = choose_keys(q, k, weights, topk, bounds=bounds, use_relu=use_relu)
-        return IndexerOutput(_NoLoss.apply(q, k, weights), indices)  # type: ignore[no-untyped-call]
+        return IndexerOutput(_NoLoss.apply(q, k, weights), indices)
     if obstacle(q, k) is None:
         from cppmega.ops.dsa_indexer.autograd import Call, indexer_loss_on_cuda
 

@@ -154,7 +154,7 @@ def indexer_loss_on_cuda(
 ) -> tuple[Tensor, Tensor]:
     """Return loss and indices; the arguments are those of `dsa_indexer.indexer_loss`."""
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, weights))
-    out: tuple[Tensor, Tensor] = _IndexerLoss.apply(  # type: ignore[no-untyped-call]
+    out: tuple[Tensor, Tensor] = _IndexerLoss.apply(
         q, k, weights, query.detach(), key.detach(), call, wanted
     )
     return out

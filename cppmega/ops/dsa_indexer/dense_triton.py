@@ -44,8 +44,8 @@ LSE_LAUNCH: dict[str, Any] = {"num_warps": 8, "num_stages": 2, "maxnreg": 128}
 TILE_LAUNCH: dict[str, Any] = {"num_warps": 4, "num_stages": 3}
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _wide_product(  # type: ignore[no-untyped-def]
+@triton.jit
+def _wide_product(
     a_ptr, a_row, a_step, a_mask, b_ptr, b_row, b_step, b_mask,
     D: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
@@ -67,8 +67,8 @@ def _wide_product(  # type: ignore[no-untyped-def]
     return s
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _attention_scores(  # type: ignore[no-untyped-def]
+@triton.jit
+def _attention_scores(
     q_ptr, q, offs_m, q_row, sq, k_ptr, first, k_row, sk,
     D: tl.constexpr, D_PAD: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -82,16 +82,16 @@ def _attention_scores(  # type: ignore[no-untyped-def]
     return tl.dot(q, tl.trans(k), input_precision="ieee")
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _log_sum_step(s, m_i, l_i):  # type: ignore[no-untyped-def]
+@triton.jit
+def _log_sum_step(s, m_i, l_i):
     """Update the running maximum and sum of exponentials with a tile of scores."""
     m_new = tl.maximum(m_i, tl.max(s, axis=1))
     return m_new, l_i * tl.exp2(m_i - m_new) + tl.sum(tl.exp2(s - m_new[:, None]), axis=1)
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _lse_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _lse_kernel(
     q_ptr, k_ptr, starts, ends, bits, lse, scale, sq, sk, q0, width,
     q_row, q_batch, q_head, k_row, k_batch, k_head, bound_batch, bound_row,
     HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, WIDE: tl.constexpr,
@@ -149,8 +149,8 @@ def _lse_kernel(  # type: ignore[no-untyped-def]
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _tile_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _tile_kernel(
     aq_ptr, ak_ptr, lse, q_ptr, k_ptr, weights, index_lse, starts, ends, rows, target, out, losses,
     scale, target_sum, sq, sk, q0, parts, width,
     aq_row, aq_batch, aq_head, ak_row, ak_batch, ak_head,

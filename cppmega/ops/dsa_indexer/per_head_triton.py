@@ -31,10 +31,8 @@ from cppmega.ops.dsa_indexer.tiles_triton import IndexTiles
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _gather_kernel(  # type: ignore[no-untyped-def]
-    full, indices, target, sq, topk, q0, part, rows, width, SLOTS: tl.constexpr
-):
+@triton.jit
+def _gather_kernel(full, indices, target, sq, topk, q0, part, rows, width, SLOTS: tl.constexpr):
     """Copy the target of one query's chosen keys, 0 where there is no key."""
     b = (tl.program_id(0) // part).to(tl.int64)
     part_row = tl.program_id(0) % part

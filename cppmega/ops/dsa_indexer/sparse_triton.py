@@ -52,8 +52,8 @@ def keys_and_warps(heads: int, width: int, gpu: Gpu) -> tuple[int, int]:
     return KEYS // 2, 4 if heads <= 64 else 8
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _target_scores(  # type: ignore[no-untyped-def]
+@triton.jit
+def _target_scores(
     query, key, key_n, mask_n, offs_h, key_row, query_head,
     D: tl.constexpr, D_STEP: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
@@ -77,8 +77,8 @@ def _target_scores(  # type: ignore[no-untyped-def]
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _target_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _target_kernel(
     query, key, indices, target, scale, sq, topk,
     q_row, q_batch, q_head, k_row, k_batch,
     HEADS: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, D_STEP: tl.constexpr,
@@ -158,8 +158,8 @@ def target(query: Tensor, key: Tensor, indices: Tensor, softmax_scale: float) ->
     return out
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def kl_terms(t, p, log_p, EPS: tl.constexpr, INSIDE_LOGS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def kl_terms(t, p, log_p, EPS: tl.constexpr, INSIDE_LOGS: tl.constexpr):
     """Terms of the KL divergence of one row; both distributions are zero where there is no key."""
     if INSIDE_LOGS:
         return t * (tl.log(t + EPS) - tl.log(p + EPS))
@@ -167,8 +167,8 @@ def kl_terms(t, p, log_p, EPS: tl.constexpr, INSIDE_LOGS: tl.constexpr):  # type
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _gradients_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _gradients_kernel(
     q_ptr, k_ptr, weights, indices, scores, target, rows, factor, loss_ptr, dq, dk, dw, g_out,
     sq, sk, topk, batch, q0, part, g_rows, g_width,
     q_row, q_batch, q_head, k_row, k_batch, w_row, w_batch, w_head, rows_batch, rows_row,

@@ -46,8 +46,8 @@ GROUPS = 4
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _query_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _query_kernel(
     q_ptr, k_ptr, weights, g, starts, ends, factor, dq, dw, sq, sk, q0, width,
     q_row, q_batch, q_head, k_row, k_batch, w_row, w_batch, w_head, bound_batch, bound_row,
     HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr,
@@ -88,8 +88,8 @@ def _query_kernel(  # type: ignore[no-untyped-def]
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _key_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _key_kernel(
     q_ptr, k_ptr, weights, g, starts, ends, factor, dk, sq, sk, q0, q1, width,
     q_row, q_batch, q_head, k_row, k_batch, w_row, w_batch, w_head, bound_batch, bound_row,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,

@@ -62,22 +62,22 @@ class Launch(NamedTuple):
     programs: int = 3
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _ordered(x):  # type: ignore[no-untyped-def]
+@triton.jit
+def _ordered(x):
     """An integer with the same order as the fp32 number; the mapping of integers is its own
     inverse."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _number(order):  # type: ignore[no-untyped-def]
+@triton.jit
+def _number(order):
     """The fp32 number of an `_ordered` integer."""
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _score_tile(  # type: ignore[no-untyped-def]
+@triton.jit
+def _score_tile(
     k,
     q,
     weights,
@@ -93,8 +93,8 @@ def _score_tile(  # type: ignore[no-untyped-def]
     return tl.sum(tl.reshape(s * weights[None, :], (BLOCK_N, ROWS, H)), axis=2)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _packed(c1, c2, c3):  # type: ignore[no-untyped-def]
+@triton.jit
+def _packed(c1, c2, c3):
     """Sum three counters over the columns, 21 bits each, with one exchange between the warps."""
     packed = c1.to(tl.int64) + (c2.to(tl.int64) << 21) + (c3.to(tl.int64) << 42)
     total = tl.sum(packed, axis=1)
@@ -105,8 +105,8 @@ def _packed(c1, c2, c3):  # type: ignore[no-untyped-def]
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _counts(rows, offs, first, end, t1, t2, t3, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _counts(rows, offs, first, end, t1, t2, t3, CHUNK: tl.constexpr):
     """Count the scores of each row that are at least as large as each of three candidates."""
     c1 = tl.zeros([rows.shape[0], CHUNK], tl.int32)
     c2 = tl.zeros([rows.shape[0], CHUNK], tl.int32)
@@ -120,8 +120,8 @@ def _counts(rows, offs, first, end, t1, t2, t3, CHUNK: tl.constexpr):  # type: i
     return _packed(c1, c2, c3)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _extent(rows, offs, first, end, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _extent(rows, offs, first, end, CHUNK: tl.constexpr):
     """The maximum of each row, how many keys are valid, and how many scores are >= 0 and > 0."""
     row_max = tl.full([rows.shape[0], CHUNK], _INVALID, tl.int32)
     valid = tl.zeros([rows.shape[0], CHUNK], tl.int32)
@@ -138,8 +138,8 @@ def _extent(rows, offs, first, end, CHUNK: tl.constexpr):  # type: ignore[no-unt
     return tl.max(row_max, axis=1), valid_sum, nonnegative_sum, positive_sum
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _candidates(step, low, least, high, most, want, row_max):  # type: ignore[no-untyped-def]
+@triton.jit
+def _candidates(step, low, least, high, most, want, row_max):
     """Three candidates strictly between the bounds, ascending.
 
     The first steps interpolate the threshold from the counts, as if scores were spread evenly: this
@@ -165,8 +165,8 @@ def _candidates(step, low, least, high, most, want, row_max):  # type: ignore[no
     return t1, t2, tl.minimum(tl.maximum(t3, t2), high - 1)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _thresholds(rows, offs, first, end, topk, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _thresholds(rows, offs, first, end, topk, CHUNK: tl.constexpr):
     """For each row: the maximum, the number of keys to choose, the score above which all keys are
     chosen, and how many of those equal to it are."""
     row_max, valid, nonnegative, positive = _extent(rows, offs, first, end, CHUNK)
@@ -193,8 +193,8 @@ def _thresholds(rows, offs, first, end, topk, CHUNK: tl.constexpr):  # type: ign
     return row_max, want, low, tl.where(least == want, 1 << 30, want - most)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _write_choice(  # type: ignore[no-untyped-def]
+@triton.jit
+def _write_choice(
     rows, offs, first, end, threshold, need, want, out, mask_row, indices, chosen, topk,
     SCORES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -224,8 +224,8 @@ def _write_choice(  # type: ignore[no-untyped-def]
             tl.store(chosen + out[:, None] + at + offs, float("-inf"), mask=rest)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _log_sum_exp(rows, offs, first, end, m_i, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _log_sum_exp(rows, offs, first, end, m_i, CHUNK: tl.constexpr):
     """Log of the sum of the exponentials of each row, -inf without a valid key."""
     l_i = tl.zeros([rows.shape[0], CHUNK], tl.float32)
     for at in tl.range(first, end, CHUNK, loop_unroll_factor=4):
@@ -235,8 +235,8 @@ def _log_sum_exp(rows, offs, first, end, m_i, CHUNK: tl.constexpr):  # type: ign
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _choose_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _choose_kernel(
     q_ptr, k_ptr, weights, starts, ends, scratch, indices, chosen, lse,
     batch, sq, sk, width, topk,
     q_row, q_batch, q_head, k_row, k_batch, w_row, w_batch, w_head, bound_batch, bound_row,

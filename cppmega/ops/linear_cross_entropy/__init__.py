@@ -168,7 +168,7 @@ def counted_tokens(loss_mask: Tensor) -> int | None:
 
 def _graph_break(function: _Function) -> _Function:
     """`torch.compiler.disable`, with types."""
-    return cast(_Function, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+    return cast(_Function, torch.compiler.disable(function))
 
 
 @_graph_break
@@ -299,13 +299,11 @@ def linear_cross_entropy(
         loss, found = cast(Tensor, done.loss), done.argmax
     elif upstream == "weighted-scalar":
         counted = _counted_weights(loss_weights, ignored, problem.kernels, hidden.dtype)
-        loss, found = DeferredScalar.apply(  # type: ignore[no-untyped-call]
+        loss, found = DeferredScalar.apply(
             rows, weight, problem, counted, reduced, main_grad, caller
         )
     else:
-        loss, found = Recompute.apply(  # type: ignore[no-untyped-call]
-            rows, weight, problem, reduced, main_grad
-        )
+        loss, found = Recompute.apply(rows, weight, problem, reduced, main_grad)
     return LinearCrossEntropyOutput(
         loss.view(shape), found.view(shape) if found is not None else None, name
     )

@@ -44,8 +44,8 @@ ROW_WARPS = 32
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _row_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _row_kernel(
     logits,
     targets,
     row_weights,

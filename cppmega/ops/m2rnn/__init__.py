@@ -108,7 +108,7 @@ def m2rnn(
         )
     from cppmega.ops.m2rnn.autograd import Recurrence
 
-    found: Tensor = Recurrence.apply(  # type: ignore[no-untyped-call]
+    found: Tensor = Recurrence.apply(
         with_rows(q),
         with_rows(k),
         with_rows(v.flatten(-2)).view(v.shape),

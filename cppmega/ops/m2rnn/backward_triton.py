@@ -55,8 +55,8 @@ def programs(documents: int) -> int:
     return max(1, min(documents, PROGRAMS))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def products(h, dx, w_t, dw, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def products(h, dx, w_t, dw, NARROW: tl.constexpr):
     """A product's gradient with respect to the state, and `d_w` plus that for the transition."""
     if NARROW:
         h_high, h_low = halves(tl.trans(h), w_t)
@@ -72,8 +72,8 @@ def products(h, dx, w_t, dw, NARROW: tl.constexpr):  # type: ignore[no-untyped-d
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _backward_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _backward_kernel(
     q, k, v, weight, decay, fresh, bounds, states, do, within, dq, dk, dv, d_weight,
     d_log_decay, s, b, q_rows, k_rows, v_rows, heads, documents, programs, parts,
     K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, TILE_V: tl.constexpr,

@@ -68,8 +68,8 @@ def is_narrow(v: Tensor, weight: Tensor) -> bool:
     return v.dtype.itemsize == 2 and weight.dtype.itemsize == 2
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def tanh(x, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def tanh(x, NARROW: tl.constexpr):
     """tanh in fp32; near 0, where the difference would cancel, by a series or a fraction."""
     e = tl.exp2(-2.8853900817779268 * tl.abs(x))  # 2 / ln 2
     xx = x * x
@@ -85,28 +85,28 @@ def tanh(x, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.where(tl.abs(x) < until, near, tl.where(x < 0, -far, far))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def load(ptr, mask, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def load(ptr, mask, WHOLE: tl.constexpr):
     """Load a tile, which is within its tensor if all tiles are WHOLE."""
     return tl.load(ptr) if WHOLE else tl.load(ptr, mask=mask, other=0.0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def weights(weight, offs, mask, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def weights(weight, offs, mask, NARROW: tl.constexpr):
     """A transition as `candidate` multiplies by it."""
     w = tl.load(weight + offs, mask=mask, other=0.0)
     return w.to(tl.float16) if NARROW else w.to(tl.float32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def halves(x, like):  # type: ignore[no-untyped-def]
+@triton.jit
+def halves(x, like):
     """A tensor in fp32 as the sum of two of a 16-bit type."""
     high = x.to(like.dtype)
     return high, (x - high.to(tl.float32)).to(like.dtype)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def candidate(h, weight, k, v, NARROW: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def candidate(h, weight, k, v, NARROW: tl.constexpr):
     """The candidate that a step mixes into its state."""
     if NARROW:
         high, low = halves(h, weight)
@@ -116,8 +116,8 @@ def candidate(h, weight, k, v, NARROW: tl.constexpr):  # type: ignore[no-untyped
     return tanh(moved + k.to(tl.float32)[:, None] * v.to(tl.float32)[None, :], NARROW)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def extent(bounds, document, s, PACKED: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def extent(bounds, document, s, PACKED: tl.constexpr):
     """The sequence that contains a document, its first step there, and the step after its last."""
     if PACKED:
         return 0, tl.load(bounds + document), tl.load(bounds + document + 1)
@@ -126,8 +126,8 @@ def extent(bounds, document, s, PACKED: tl.constexpr):  # type: ignore[no-untype
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _forward_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _forward_kernel(
     q, k, v, weight, decay, fresh, bounds, states, out, s, b, q_rows, k_rows, v_rows, heads, parts,
     K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, TILE_V: tl.constexpr,
     CHUNK: tl.constexpr, PACKED: tl.constexpr, SAVE: tl.constexpr, NARROW: tl.constexpr,

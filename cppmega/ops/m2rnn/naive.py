@@ -71,7 +71,7 @@ def m2rnn(
         state = decay[t] * state + fresh[t] * torch.tanh(state @ weight + outer)
         if gradient_clipping is not None and state.requires_grad:
             bound = partial(torch.clamp, min=-gradient_clipping, max=gradient_clipping)
-            state.register_hook(bound)  # type: ignore[no-untyped-call]
+            state.register_hook(bound)
         found.append(torch.einsum("bk,bhkv->bhv", query[t], state))
     if not found:  # empty, and yet a function of all inputs, whose gradients are zeros
         return (value * ((query * key).sum() + weight.sum() + log_decay.sum())).to(v.dtype)

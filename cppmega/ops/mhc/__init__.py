@@ -81,7 +81,7 @@ def obstacle(device: torch.device, dtype: torch.dtype, n: int, width: int) -> st
     return why
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result
 def _device_obstacle(name: str) -> str | None:
     """Why no kernel runs on a device; torch.compile evaluates this once, without tracing it."""
     if importlib.util.find_spec("triton") is None:
@@ -111,7 +111,7 @@ def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
     from cppmega.ops.mhc.autograd import Sinkhorn
 
     flat = logits.reshape(-1, n, n).contiguous()
-    found: Tensor = Sinkhorn.apply(flat, iterations)  # type: ignore[no-untyped-call]
+    found: Tensor = Sinkhorn.apply(flat, iterations)
     return found.view(logits.shape)
 
 
@@ -137,7 +137,7 @@ def weights(
 
     every = [each.contiguous() for each in parameters]
     found: tuple[Tensor, Tensor, Tensor]
-    found = Apply.apply(streams, *every, iterations, main_grad)  # type: ignore[no-untyped-call]
+    found = Apply.apply(streams, *every, iterations, main_grad)
     return Weights(*found)
 
 
@@ -159,7 +159,7 @@ def aggregate(streams: Tensor, h_pre: Tensor, *, out: Tensor | None = None) -> T
     from cppmega.ops.mhc.autograd import Aggregate
 
     h_pre = _weight("h_pre", h_pre, streams.shape[:3])
-    found: Tensor = Aggregate.apply(streams, h_pre, out)  # type: ignore[no-untyped-call]
+    found: Tensor = Aggregate.apply(streams, h_pre, out)
     return found
 
 
@@ -182,7 +182,7 @@ def update(
             raise _no_kernel(f"the sub-layer's output or bias is {given.dtype}")
     from cppmega.ops.mhc.autograd import Write
 
-    found: Tensor = Write.apply(  # type: ignore[no-untyped-call]
+    found: Tensor = Write.apply(
         streams,
         _weight("h_res", h_res, (s, b, n, n)),
         _weight("h_post", h_post, (s, b, n)),
@@ -211,7 +211,7 @@ def read(
 
     every = [each.contiguous() for each in parameters]
     found: tuple[Tensor, Tensor, Tensor, Tensor]
-    found = Read.apply(streams, *every, iterations, main_grad, out)  # type: ignore[no-untyped-call]
+    found = Read.apply(streams, *every, iterations, main_grad, out)
     return found[0], Site(*found[1:])
 
 

@@ -29,10 +29,8 @@ WARPS = 4
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _aggregate_kernel(  # type: ignore[no-untyped-def]
-    streams, h_pre, out, C: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr
-):
+@triton.jit
+def _aggregate_kernel(streams, h_pre, out, C: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr):
     PIECES: tl.constexpr = (C + COLUMNS - 1) // COLUMNS
     token = (tl.program_id(0) // PIECES).to(tl.int64)
     c = (tl.program_id(0) % PIECES) * COLUMNS + tl.arange(0, COLUMNS)
@@ -45,8 +43,8 @@ def _aggregate_kernel(  # type: ignore[no-untyped-def]
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _aggregate_backward_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _aggregate_backward_kernel(
     streams, h_pre, do, d_streams, d_pre, C: tl.constexpr, N: tl.constexpr,
     STREAMS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip

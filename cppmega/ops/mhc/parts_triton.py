@@ -27,8 +27,8 @@ PART = tl.constexpr(tl.float32 if triton.knobs.runtime.interpret else tl.bfloat1
 ELEMENTS = 1024
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def in_parts(x):  # type: ignore[no-untyped-def]
+@triton.jit
+def in_parts(x):
     """Split fp32 into a sum of three bf16 values, each nearest to the residual."""
     high = x.to(tl.bfloat16)
     residual = x - high.to(tl.float32)
@@ -36,8 +36,8 @@ def in_parts(x):  # type: ignore[no-untyped-def]
     return high, middle, (residual - middle.to(tl.float32)).to(tl.bfloat16)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def store_parts(parts, offs, x, mask, size):  # type: ignore[no-untyped-def]
+@triton.jit
+def store_parts(parts, offs, x, mask, size):
     """Store the three parts of `x`, `size` elements apart."""
     high, middle, low = in_parts(x)
     tl.store(parts + offs, high, mask=mask)
@@ -45,8 +45,8 @@ def store_parts(parts, offs, x, mask, size):  # type: ignore[no-untyped-def]
     tl.store(parts + 2 * size + offs, low, mask=mask)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def product(left, high, middle, low):  # type: ignore[no-untyped-def]
+@triton.jit
+def product(left, high, middle, low):
     """`left @ (high + middle + low)` in fp32; left is bf16."""
     left = left.to(PART)
     step = tl.dot(left, low.to(PART))
@@ -55,8 +55,8 @@ def product(left, high, middle, low):  # type: ignore[no-untyped-def]
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _phi_parts_kernel(phi, parts, size, ELEMENTS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _phi_parts_kernel(phi, parts, size, ELEMENTS: tl.constexpr):
     offs = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
     mask = offs < size
     store_parts(parts, offs, tl.load(phi + offs, mask=mask, other=0.0), mask, size)

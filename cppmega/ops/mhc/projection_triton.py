@@ -40,8 +40,8 @@ def tile(n: int, dtype: torch.dtype) -> tuple[int, int, int]:
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _projection_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _projection_kernel(
     streams, phi, parts, tokens, each, K: tl.constexpr, V: tl.constexpr, PADDED: tl.constexpr,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, IN_PARTS: tl.constexpr,
 ):  # fmt: skip

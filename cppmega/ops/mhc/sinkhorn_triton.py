@@ -65,28 +65,28 @@ def kept(n: int, iterations: int) -> dict[str, int]:
     return {"STEPS": steps, "WHOLE": count > 0 and pairs % steps == 0}
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def empty():  # type: ignore[no-untyped-def]
+@triton.jit
+def empty():
     """An empty tuple to extend; a literal would keep the type of the empty tuple."""
     return ()
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def places(N: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def places(N: tl.constexpr):
     """Offsets of the entries of a matrix, `[N, N, 1]`."""
     i = tl.arange(0, N)
     return i[:, None, None] * N + i[None, :, None]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def softmax(logits):  # type: ignore[no-untyped-def]
+@triton.jit
+def softmax(logits):
     """Softmax of the rows of `[N, N, T]`."""
     raised = tl.exp(logits - tl.max(logits, 1)[:, None, :])
     return raised / tl.sum(raised, 1)[:, None, :]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _divided(scales, sums):  # type: ignore[no-untyped-def]
+@triton.jit
+def _divided(scales, sums):
     """The scales divided by the sums of the scaled rows or columns.
 
     Squaring the reciprocal square root has a relative error of at most 2.5e-7 and takes fewer
@@ -96,20 +96,20 @@ def _divided(scales, sums):  # type: ignore[no-untyped-def]
     return scales * (root * root)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _of_rows(u, start, v):  # type: ignore[no-untyped-def]
+@triton.jit
+def _of_rows(u, start, v):
     """The scales `[N, T]` of rows after a division by their sums."""
     return _divided(u, tl.sum(start * v[None, :, :], 1))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _of_columns(u, start, v):  # type: ignore[no-untyped-def]
+@triton.jit
+def _of_columns(u, start, v):
     """The scales `[N, T]` of columns after a division by their sums."""
     return _divided(v, tl.sum(start * u[:, None, :], 0))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _scales(start, pairs):  # type: ignore[no-untyped-def]
+@triton.jit
+def _scales(start, pairs):
     """Scales of rows and columns after the first division of columns and `pairs` of both."""
     one = tl.sum(start, 1) * 0.0 + 1.0
     u, v = one, _of_columns(one, start, one)
@@ -119,25 +119,23 @@ def _scales(start, pairs):  # type: ignore[no-untyped-def]
     return u, v
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def doubly_stochastic(logits, iterations):  # type: ignore[no-untyped-def]
+@triton.jit
+def doubly_stochastic(logits, iterations):
     """Sinkhorn of the logits `[N, N, T]`."""
     start = softmax(logits) + SINKHORN_EPS
     u, v = _scales(start, iterations - 1)
     return u[:, None, :] * start * v[None, :, :]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _if(live, value, otherwise, ALWAYS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _if(live, value, otherwise, ALWAYS: tl.constexpr):
     if ALWAYS:
         return value
     return tl.where(live, value, otherwise)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def gradient_of_logits(  # type: ignore[no-untyped-def]
-    logits, do, iterations, STEPS: tl.constexpr, WHOLE: tl.constexpr
-):
+@triton.jit
+def gradient_of_logits(logits, do, iterations, STEPS: tl.constexpr, WHOLE: tl.constexpr):
     """The gradient of the logits from that of the result; `kept` chooses STEPS and WHOLE."""
     smooth = softmax(logits)
     start = smooth + SINKHORN_EPS
@@ -168,8 +166,8 @@ def gradient_of_logits(  # type: ignore[no-untyped-def]
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _sinkhorn_kernel(logits, out, tokens, iterations, N: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _sinkhorn_kernel(logits, out, tokens, iterations, N: tl.constexpr, LANES: tl.constexpr):
     token = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)[None, None, :]
     offs = token * (N * N) + places(N)
     a = tl.load(logits + offs, mask=token < tokens, other=0.0)
@@ -177,8 +175,8 @@ def _sinkhorn_kernel(logits, out, tokens, iterations, N: tl.constexpr, LANES: tl
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _sinkhorn_backward_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _sinkhorn_backward_kernel(
     logits, do, out, tokens, iterations,
     N: tl.constexpr, STEPS: tl.constexpr, WHOLE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip

@@ -51,8 +51,8 @@ def tile(n: int, dtype: torch.dtype) -> tuple[int, int, int]:
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _streams_gradient_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _streams_gradient_kernel(
     streams, phi, d_values, d_parts, h_pre, do, begun, d_streams, parts, tokens, each,
     C: tl.constexpr, N: tl.constexpr, V: tl.constexpr, PADDED: tl.constexpr, BEGUN: tl.constexpr,
     AGGREGATED: tl.constexpr, PHI: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -115,10 +115,8 @@ def _streams_gradient_kernel(  # type: ignore[no-untyped-def]
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _phi_gradient_kernel(  # type: ignore[no-untyped-def]
-    parts, out, size, count, ADD: tl.constexpr, ELEMENTS: tl.constexpr
-):
+@triton.jit
+def _phi_gradient_kernel(parts, out, size, count, ADD: tl.constexpr, ELEMENTS: tl.constexpr):
     offs = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     mask = offs < size
     acc = tl.zeros((ELEMENTS,), tl.float32)

@@ -43,8 +43,8 @@ def _tile_backward(n: int) -> tuple[int, int]:
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _update_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _update_kernel(
     streams, h_res, h_post, output, bias, out, C: tl.constexpr, N: tl.constexpr,
     BIAS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -67,8 +67,8 @@ def _update_kernel(  # type: ignore[no-untyped-def]
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _update_backward_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _update_backward_kernel(
     streams, h_res, h_post, output, bias, do, d_streams, d_res, d_post, d_output,
     C: tl.constexpr, N: tl.constexpr, BIAS: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -114,8 +114,8 @@ def _update_backward_kernel(  # type: ignore[no-untyped-def]
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _bias_gradient_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _bias_gradient_kernel(
     h_post, do, out, tokens, most, C: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip

@@ -38,20 +38,20 @@ ROWS = 64
 EPS = SINKHORN_EPS  # the same in the norm and in `h_pre`
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _length(squares, ROOT: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _length(squares, ROOT: tl.constexpr):
     """The norm of the streams over the root of their number of elements, plus epsilon."""
     return tl.sqrt_rn(squares) * (1.0 / ROOT) + EPS
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _row_of(offs, N: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _row_of(offs, N: tl.constexpr):
     """The columns of `h_pre`, `[N, 1]`, and of `h_res`, `[N, N, 1]`, from their addresses."""
     return offs[None, :] + tl.arange(0, N)[:, None], offs[None, None, :] + 2 * N + places(N)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _logits(pre, post, res, r, alpha_pre, alpha_post, alpha_res, bias, N: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _logits(pre, post, res, r, alpha_pre, alpha_post, alpha_res, bias, N: tl.constexpr):
     """The scaled products plus bias: of `h_pre`, `h_post` `[N, T]` and `h_res` `[N, N, T]`."""
     i = tl.arange(0, N)[:, None]
     pre = r[None, :] * pre * tl.load(alpha_pre) + tl.load(bias + i)
@@ -61,8 +61,8 @@ def _logits(pre, post, res, r, alpha_pre, alpha_post, alpha_res, bias, N: tl.con
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _weights_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _weights_kernel(
     parts, alpha_pre, alpha_post, alpha_res, bias, values, h_pre, h_post, h_res, tokens, count,
     iterations, ROOT: tl.constexpr, N: tl.constexpr, PADDED: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
@@ -96,8 +96,8 @@ def _weights_kernel(  # type: ignore[no-untyped-def]
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _weights_backward_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _weights_backward_kernel(
     values, alpha_pre, alpha_post, alpha_res, bias, d_pre, d_post, d_res, d_values, d_parts, sums,
     tokens, iterations, ROOT: tl.constexpr, N: tl.constexpr, PADDED: tl.constexpr,
     IN_PARTS: tl.constexpr, STEPS: tl.constexpr, WHOLE: tl.constexpr, LANES: tl.constexpr,
@@ -156,8 +156,8 @@ def _weights_backward_kernel(  # type: ignore[no-untyped-def]
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _parameters_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _parameters_kernel(
     sums, d_pre, d_post, d_res, d_bias, programs, N: tl.constexpr, PADDED: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip

@@ -102,7 +102,7 @@ def lookup(tables: Tensor, rows: Tensor) -> Tensor:
     Returns:
         [*rows, dim], of the tables' type.
     """
-    return cast(Tensor, _Lookup.apply(tables, rows))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Lookup.apply(tables, rows))
 
 
 def _by_kernels(tables: Tensor) -> bool:

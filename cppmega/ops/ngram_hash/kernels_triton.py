@@ -33,8 +33,8 @@ RUN = 16
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _read_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _read_kernel(
     tables, rows, out, count, D: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr
 ):
     n = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -48,8 +48,8 @@ def _read_kernel(  # type: ignore[no-untyped-def]
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _sum_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _sum_kernel(
     rows, order, do, out, count,
     D: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip

@@ -94,7 +94,7 @@ def packed_conv(x: Tensor, weight: Tensor, bias: Tensor, bounds: Tensor | None =
             "change the unsupported property, or call cppmega.ops.packed_conv.naive",
         )
     position = reference.positions(len(x), bounds, x.device)
-    found: Tensor = _Convolution.apply(  # type: ignore[no-untyped-call]
+    found: Tensor = _Convolution.apply(
         with_rows(x), weight.contiguous(), bias.contiguous(), position
     )
     return found

@@ -33,8 +33,8 @@ def tiles(tokens: int) -> int:
     return -(-tokens // TOKENS)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _sums(  # type: ignore[no-untyped-def]
+@triton.jit
+def _sums(
     x, weight, bias, rows, columns, before, mask, b, x_rows, C: tl.constexpr, TAPS: tl.constexpr
 ):
     """The sums of a tile before SiLU."""
@@ -49,8 +49,8 @@ def _sums(  # type: ignore[no-untyped-def]
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _forward_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _forward_kernel(
     x, weight, bias, position, out, tokens, b, x_rows, C: tl.constexpr, TAPS: tl.constexpr,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -65,8 +65,8 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _sums_gradient_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _sums_gradient_kernel(
     x, weight, bias, position, do, d_sums, parts, tokens, b, x_rows, C: tl.constexpr,
     TAPS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -90,8 +90,8 @@ def _sums_gradient_kernel(  # type: ignore[no-untyped-def]
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _input_gradient_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _input_gradient_kernel(
     d_sums, weight, position, d_x, tokens, b, C: tl.constexpr, TAPS: tl.constexpr,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip

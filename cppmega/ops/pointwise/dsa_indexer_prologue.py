@@ -100,7 +100,7 @@ def prepare_index_inputs(
     _validate(q, k, weights, rotary, hadamard)
     scale = max(q.size(-2) * q.size(-1), 1) ** -0.5 if scale is None else scale
     if obstacle(q, k, weights, rotary) is None:
-        out: Inputs = _Prepare.apply(q, k, weights, rotary, hadamard, scale)  # type: ignore[no-untyped-call]
+        out: Inputs = _Prepare.apply(q, k, weights, rotary, hadamard, scale)
         return out
     many, one = rotary.documents or (None, None)
     return (

@@ -30,8 +30,8 @@ ELEMENTS = 1024
 """Elements of a tile, which belongs to one warp, so that exchanges need no barrier."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _position(  # type: ignore[no-untyped-def]
+@triton.jit
+def _position(
     token, bounds, documents, steps, length, rank, RANKS: tl.constexpr, PACKED: tl.constexpr
 ):
     """The row of the angles that each token uses."""
@@ -56,23 +56,23 @@ def _position(  # type: ignore[no-untyped-def]
     return token
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _exchanged(x, ROWS: tl.constexpr, D: tl.constexpr, APART: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _exchanged(x, ROWS: tl.constexpr, D: tl.constexpr, APART: tl.constexpr):
     """Move column c to column c ^ APART, where APART is a power of two."""
     pairs = tl.reshape(x, (ROWS, D // (2 * APART), 2, APART))
     low, high = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
     return tl.reshape(tl.permute(tl.join(high, low), (0, 1, 3, 2)), (ROWS, D))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _transposed(x, ROWS: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _transposed(x, ROWS: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     """Transpose each group of M * N columns as a matrix `[M, N]`."""
     matrices = tl.reshape(x, (ROWS, D // (M * N), M, N))
     return tl.reshape(tl.permute(matrices, (0, 1, 3, 2)), (ROWS, D))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _turn_rows(  # type: ignore[no-untyped-def]
+@triton.jit
+def _turn_rows(
     x, out, cos, sin, bounds, tile, tokens, batch, step, step_batch, step_head, documents, steps,
     length, rank, mscale, HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr,
@@ -117,8 +117,8 @@ def _turn_rows(  # type: ignore[no-untyped-def]
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _prologue_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _prologue_kernel(
     q, k, weights, out_q, out_k, out_w, cos, sin, bounds_q, bounds_k, scale, mscale, tokens, batch,
     tiles_q, tiles_k, q_row, q_batch, q_head, k_row, k_batch, w_row, w_batch, w_head,
     documents_q, documents_k, steps_q, steps_k, length, rank, HEADS: tl.constexpr,

@@ -45,7 +45,7 @@ def grouped_linear(
     if not weights:
         raise ValueError("there are no weights, which have the number of output columns")
     choice = (list(splits), products, fused, first)
-    out: Tensor = _GroupedLinear.apply(x, choice, *weights)  # type: ignore[no-untyped-call]
+    out: Tensor = _GroupedLinear.apply(x, choice, *weights)
     return out
 
 

@@ -25,8 +25,8 @@ _ELEMENTS = 1024
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def butterflies(x, ROWS: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def butterflies(x, ROWS: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr):
     """`x @ H` for a tile `[ROWS, N]` in registers, N = 2**STAGES."""
     for stage in tl.static_range(STAGES):
         pairs = tl.reshape(x, (ROWS, N >> (stage + 1), 2, 1 << stage))
@@ -37,8 +37,8 @@ def butterflies(x, ROWS: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr):  
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _transform_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _transform_kernel(
     source, out, scale, rows, N: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)

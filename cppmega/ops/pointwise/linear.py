@@ -38,7 +38,7 @@ def linear(x: Tensor, weight: Tensor, fused: bool = False) -> Tensor:
     Returns:
         `[..., N]`.
     """
-    out: Tensor = _Linear.apply(x, weight, fused, 0)  # type: ignore[no-untyped-call]
+    out: Tensor = _Linear.apply(x, weight, fused, 0)
     return out
 
 
@@ -49,7 +49,7 @@ def padded_linear(x: Tensor, weight: Tensor, fused: bool = False) -> Tensor:
         `[..., N + padding(N)]`. The gradients of the added columns are ignored.
     """
     added = padding(len(weight), weight.dtype)
-    out: Tensor = _Linear.apply(x, weight, fused, added)  # type: ignore[no-untyped-call]
+    out: Tensor = _Linear.apply(x, weight, fused, added)
     return out
 
 

@@ -47,7 +47,7 @@ def rotated(
     Returns:
         `[s, b, heads, d]` in the type of t, contiguous.
     """
-    out: Tensor = _Rotated.apply(t, angles, adjacent, gathered, scale)  # type: ignore[no-untyped-call]
+    out: Tensor = _Rotated.apply(t, angles, adjacent, gathered, scale)
     return out
 
 

@@ -21,8 +21,8 @@ ELEMENTS = 2048
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _rotate_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _rotate_kernel(
     x, cos, sin, out, rows, b, heads, given_s, given_b, given_h, scale,
     D: tl.constexpr, WIDTH: tl.constexpr, ADJACENT: tl.constexpr, GATHERED: tl.constexpr,
     BACKWARD: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, KEPT: tl.constexpr,
@@ -65,8 +65,8 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
         tl.store(to_row[:, None] + column[None, :], copied, mask=mask_kept)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _product(x, y, kind: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _product(x, y, kind: tl.constexpr):
     """Rounded to the type of both, then fp32."""
     return (x.to(tl.float32) * y.to(tl.float32)).to(kind).to(tl.float32)
 

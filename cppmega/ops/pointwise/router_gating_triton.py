@@ -34,8 +34,8 @@ def splits(tokens: int) -> int:
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _gradients_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _gradients_kernel(
     inp, weight, do, dx_ptr, parts, tokens, hidden, each,
     E: tl.constexpr, EXPERTS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip

@@ -32,7 +32,7 @@ def split_columns(projected: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...
     """
     if projected.dim() != 3 or projected.size(-1) != sum(widths):
         raise ValueError(f"{list(widths)} columns of {list(projected.shape)}")
-    parts: tuple[Tensor, ...] = _Split.apply(projected, tuple(widths))  # type: ignore[no-untyped-call]
+    parts: tuple[Tensor, ...] = _Split.apply(projected, tuple(widths))
     return parts
 
 

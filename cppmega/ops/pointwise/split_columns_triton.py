@@ -22,8 +22,8 @@ COLUMNS = 512
 
 
 @on_its_device
-@triton.jit  # type: ignore[untyped-decorator]
-def _copy_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _copy_kernel(
     part, out, rows, inner, width, part_s, part_b, out_s, out_b,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
