@@ -55,11 +55,9 @@ class Record:
     code: Expected
     pins: dict[str, Pin] = field(default_factory=dict)
     """Names whose meaning is compared: in a patched file all that is fixed, else definitions."""
-    functions: list[tuple[tuple[str, ...], types.FunctionType, types.CodeType]] = field(
-        default_factory=list
-    )
+    functions: list[tuple[tuple[str, ...], Pin, types.CodeType]] = field(default_factory=list)
     """Of a file without patches: its functions and methods, with the code that each had."""
-    aliases: dict[str, Any] = field(default_factory=dict)
+    aliases: dict[str, Pin] = field(default_factory=dict)
     """Names that mean functions and classes of other modules."""
     wrong: list[Change] = field(default_factory=list)
     """Definitions that are not those of the file."""
@@ -70,8 +68,8 @@ class Record:
         """Every difference from the result of a clean import of the file."""
         yield from self.wrong
         for path, function, code in self.functions:
-            if function.__code__ is not code:
-                yield Change((*path, "(code)"), code, function.__code__)
+            if function.thing.__code__ is not code:
+                yield Change((*path, "(code)"), code, function.thing.__code__)
         if self.kind == "other":
             return
         if type(self.module) is not types.ModuleType:
@@ -101,7 +99,7 @@ class _Watched:
     records: list[Record] = field(default_factory=list)
     """Every import of a watched file, including modules since dropped."""
     by_module: dict[int, Record] = field(default_factory=dict)
-    accepted: dict[int, Any] = field(default_factory=dict)
+    accepted: dict[int, Pin] = field(default_factory=dict)
     """Objects that the overlay itself, or torch, has put in the place of recorded ones."""
 
 
@@ -142,7 +140,7 @@ def record(module: types.ModuleType) -> None:
     new = Record(kind, file, module, expected.of_source(Path(file), data))
     if kind == "other":
         new.functions = [*_functions(module)]
-        new.aliases = {n: v for n, v in vars(module).items() if isinstance(v, _NAMED)}
+        new.aliases = {n: Pin(v) for n, v in vars(module).items() if isinstance(v, _NAMED)}
         new.wrong = [
             Change((*path, "(code)"), MISSING, code)
             for path, _, code in new.functions
@@ -174,7 +172,7 @@ def replace(owner: Any, name: str, new: Any) -> None:
 def expect(owner: Any, name: str) -> None:
     """Make the check expect, from now on, the current value of a name."""
     value = vars(owner)[name]
-    _WATCHED.accepted[id(value)] = value
+    _WATCHED.accepted[id(value)] = Pin(value)
     for one in _WATCHED.records:
         if owner is one.module and name in one.pins:
             one.pins[name] = pin(value, functools.partial(_is_own, one))
@@ -216,9 +214,7 @@ def _is_patched(file: object) -> bool:
 _NAMED = (type, types.FunctionType)
 
 
-def _functions(
-    module: types.ModuleType,
-) -> Iterator[tuple[tuple[str, ...], types.FunctionType, types.CodeType]]:
+def _functions(module: types.ModuleType) -> Iterator[tuple[tuple[str, ...], Pin, types.CodeType]]:
     """The functions of a module, and the methods of its classes, with their code."""
     names = vars(module)
     for name, value in names.items():
@@ -226,7 +222,7 @@ def _functions(
         for label, member in vars(value).items() if own else ((None, value),):
             function = _function(member)
             if type(function) is types.FunctionType and function.__globals__ is names:
-                yield (name, label) if label else (name,), function, function.__code__
+                yield (name, label) if label else (name,), Pin(function), function.__code__
 
 
 def _pin(one: Record) -> None:
@@ -244,7 +240,7 @@ def _pin(one: Record) -> None:
         elif patched and is_fixed(value):
             one.pins[name] = Pin(value)
         elif isinstance(value, _NAMED):
-            one.aliases[name] = value
+            one.aliases[name] = Pin(value)
     for pinned in seen.values():
         if isinstance(pinned.thing, type):
             for label, part in [*pinned.parts.items()]:
@@ -415,8 +411,8 @@ def _wrong_copies() -> Iterator[tuple[str, str, Any, Any]]:
     for one in _WATCHED.records:
         names = vars(one.module)
         for name, then in one.aliases.items() if one.bound else ():
-            if names.get(name, MISSING) is not then and right(then):
-                yield one.module.__name__, name, then, names.get(name, MISSING)
+            if names.get(name, MISSING) is not then.thing and right(then.thing):
+                yield one.module.__name__, name, then.thing, names.get(name, MISSING)
     for module in _modules_with_copies():
         for name, thing in [*vars(module).items()]:
             kind = type(thing)
@@ -467,7 +463,7 @@ def _is_accepted(change: Change) -> bool:
     if then is not MISSING:
         one, other = _function(now), _function(then)
         if compiled_forms.is_compiled(one, other) or _is_copy(one, other):
-            _WATCHED.accepted[id(now)] = now
+            _WATCHED.accepted[id(now)] = Pin(now)
             return True
     return allowed.is_allowed(now, _symbol(change))
 

@@ -334,8 +334,8 @@ def finish(excuse: str = "") -> None:
         excuse: why there was no step to see; empty if there had to be one.
 
     Raises:
-        CppmegaError: `no-step-seen`, what `recheck` raises, and the first refusal that the script has
-            caught.
+        CppmegaError: `no-step-seen`, what `recheck` raises, and the first refusal that the script
+            has caught.
     """
     if _GUARD is None:
         return

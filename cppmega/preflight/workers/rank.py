@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,16 +65,15 @@ def _imported(order: RankOrder) -> tuple[list[CppmegaError], str]:
             return [_import_failed(module, error)], ""
     judged = files.judge(root, held.receipt, order.accepted)
     problems = [*judged.problems]
-    checks: tuple[Callable[[], None], ...] = (
-        swaps.check,
-        modules.check,
-        lambda: _refuse_waiting(installed.waiting()),
-    )
-    for check in checks:
-        try:
-            check()
-        except CppmegaError as error:
-            problems.append(error)
+    try:
+        swaps.check()
+        modules.check()
+    except CppmegaError as error:
+        problems.append(error)
+    try:
+        _refuse_waiting(installed.waiting())
+    except CppmegaError as error:
+        problems.append(error)
     return problems, judged.summary()
 
 
