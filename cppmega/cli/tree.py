@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 @click.option(
     "--recipe",
     metavar="RECIPE",
-    help="Apply what this recipe names, too, whatever its kind.",
+    help="Apply what this recipe needs, too, whatever its kind.",
     shell_complete=completion.recipes,
 )
 @click.option("--check", is_flag=True, help="Write nothing; exit 1 if something would be written.")
@@ -92,7 +92,7 @@ def apply(
         only=only,
         without=without,
         kinds=PURPOSES if "all" in kinds else kinds,
-        asked=_named_by(recipe),
+        asked=_needed_by(recipe, session.pages),
         check=check,
     )
     gc.freeze()  # nor are the syntax trees of every file searched for cycles at the end
@@ -106,12 +106,13 @@ def apply(
     answer(session, outcome, as_json, ok, closing)
 
 
-def _named_by(recipe: str | None) -> tuple[str, ...]:
+def _needed_by(recipe: str | None, pages: Mapping[str, Page]) -> tuple[str, ...]:
     if recipe is None:
         return ()
+    from cppmega.overlay.wanted import wanted_patches
     from cppmega.recipe import index
 
-    return index.load(recipe).patches
+    return wanted_patches(index.load(recipe), pages)
 
 
 @cli.command(name="list")

@@ -186,7 +186,8 @@ def apply(
     chosen = Receipt(
         excluded=sorted(others | set(without)), only=sorted(only), kinds=sorted(set(kinds))
     )
-    return _reconcile(session, lambda _: (chosen, environment), check)
+    needed = {name for name in session.pages if name in asked or name in only}
+    return _reconcile(session, lambda _: (chosen, environment), check, needed)
 
 
 def revert(session: Session, names: Sequence[str] = ()) -> Outcome:
@@ -274,7 +275,7 @@ def _refuse(plan: Plan, failures: Sequence[Verdict]) -> None:
         raise CppmegaError(
             f"patch-{verdict.state}",
             f"{verdict.name}: {verdict.target}: {verdict.detail}.",
-            "There is no known text on which to show the change.",
+            "There is no known text to patch.",
             verdict.next or f"cppmega explain {verdict.name}",
         )
 
@@ -309,13 +310,20 @@ def _without(old: Receipt, names: Sequence[str]) -> _Choice:
     return chosen, {**os.environ, **old.gates}
 
 
-def _reconcile(session: Session, choose: Callable[[Receipt], _Choice], check: bool) -> Outcome:
+def _reconcile(
+    session: Session,
+    choose: Callable[[Receipt], _Choice],
+    check: bool,
+    needed: Container[str] = (),
+) -> Outcome:
     """Bring the tree into the chosen state.
 
     Args:
         choose: makes the choice from the receipt, as it is when the tree is planned.
+        needed: pages that must be in the code, unless upstream has their fix.
     """
     plan = _planned(session, choose)
+    _refuse(plan, [v for v in plan.verdicts.values() if v.state == "unported" and v.name in needed])
     if plan.failures:
         plan = _planned_under_lock(session, choose)
     if plan.failures:

@@ -30,7 +30,7 @@ MEANING: dict[PatchState, str] = {
     "armed": "a runtime patch; it is installed when its module is imported",
     "pending": "known text; `python -m cppmega.apply_patches` applies it",
     "upstreamed": "upstream has the fix",
-    "not-applicable": "the feature does not exist in this tree",
+    "not-applicable": "there is nothing to fix: the feature does not exist in this tree",
     "off": "its gate is not set, or it was left out or removed by name",
     "drifted": "the text of the target is not known",
     "moved": "the target is in another file",

@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from cppmega.catalogue import loader as catalogue
+from cppmega.errors import CppmegaError
 from tests.support.git import commit_all
 from tests.support.lab import FILES, TARGET, A, B, Lab
 from tests.support.made import dist_info, pin, write
@@ -113,6 +114,15 @@ def test_an_unported_page_stops_nothing(lab: Lab) -> None:
     verdict = lab.verdict()
     assert (verdict.state, verdict.failed, verdict.next) == ("unported", False, "")
     assert f"{B}:later does not exist" in verdict.detail
+
+
+@pytest.mark.parametrize("how", ["only", "asked"])
+def test_an_unported_page_that_is_asked_for_stops_the_apply(lab: Lab, how: str) -> None:
+    lab.wheel()
+    _unported(lab)
+    with pytest.raises(CppmegaError, match="nobody has ported it") as caught:
+        lab.apply(**{how: ("page",)})
+    assert caught.value.name == "patch-unported"
 
 
 def test_upstreams_fix_makes_an_unported_page_unnecessary(lab: Lab) -> None:
