@@ -7,7 +7,6 @@ catalogue may put its pages into folders by subject, which its file `subjects.to
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import re
@@ -21,7 +20,6 @@ import msgspec
 from cppmega.catalogue import revision
 from cppmega.errors import CppmegaError, did_you_mean
 from cppmega.host import env, load_file, paths
-from cppmega.host.containment import compared_once
 from cppmega.page import KINDS, PURPOSES, REACHED, Page, Patch, left_alone
 from cppmega.rewriting.code_text import code_of
 from cppmega.tree.installed import PACKAGES
@@ -58,7 +56,7 @@ def load(extra: Sequence[Path] = ()) -> dict[str, Page]:
         found = page_files(folder)
         if not found and label != BUILTIN:
             raise _empty(folder)
-        for page in _loaded(found, label):
+        for page in (load_page(name, path, label) for name, path in found):
             if page.name in pages:
                 raise CppmegaError(
                     "duplicate-page",
@@ -72,23 +70,6 @@ def load(extra: Sequence[Path] = ()) -> dict[str, Page]:
             if other not in pages:
                 raise unknown(other, pages, f"{page.name} declares after={other!r}")
     _refuse_cycle(pages)
-    return pages
-
-
-def _loaded(files: Sequence[tuple[str, Path]], label: str) -> list[Page]:
-    """Load pages together; if anything is wrong, load each by itself, to find out in which one."""
-    pages: list[Page] = []
-    with contextlib.suppress(Exception), compared_once() as changes:
-        pages = [load_page(name, path, label) for name, path in files]
-    if changes or len(pages) < len(files):
-        pages = [load_page(name, path, label) for name, path in files]
-    if changes:
-        raise CppmegaError(
-            "page-failed",
-            f"a page of the catalogue {label} {changes[0]}, but only when it is loaded first.",
-            "What the process does afterwards would depend on it.",
-            "correct the page; `cppmega new NAME` writes one that does nothing when it is loaded",
-        )
     return pages
 
 

@@ -10,7 +10,6 @@ import errno
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,7 +23,7 @@ from cppmega.cli import runs as cli_runs
 from cppmega.cli import tree as cli_tree
 from cppmega.cli.group import FINE, INTERNAL, NOT_AS_IT_MUST_BE, cli
 from cppmega.errors import CppmegaError
-from cppmega.host import console, containment, interrupts
+from cppmega.host import console, interrupts
 
 _LONGEST = 500
 _UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
@@ -47,7 +46,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command; an error is four lines on stderr, or one JSON object with `--json`."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     console.hold_standard_streams()
-    containment.last_words = partial(_print, words)
     try:
         _run(words)
     except (SystemExit, OSError) as ending:
