@@ -16,7 +16,7 @@ from cppmega.data import record as data_record
 from cppmega.data.corpus import Corpus
 from cppmega.data.record import Reading
 from cppmega.errors import CppmegaError
-from cppmega.host import progress
+from cppmega.host import console, progress
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -79,4 +79,5 @@ def _of_the_card(found: Corpus) -> int | None:
 
 
 if __name__ == "__main__":
-    main()
+    with console.whole_answer():
+        main()

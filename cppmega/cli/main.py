@@ -6,8 +6,6 @@ fast and work in a broken environment.
 
 from __future__ import annotations
 
-import errno
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,8 +23,6 @@ from cppmega.cli.group import FINE, INTERNAL, NOT_AS_IT_MUST_BE, cli
 from cppmega.errors import CppmegaError
 from cppmega.host import console, interrupts
 
-_LONGEST = 500
-_UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 STOPPED = 130
 """Exit status of a process killed by SIGINT, as shells report it."""
 
@@ -46,16 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command; an error is four lines on stderr, or one JSON object with `--json`."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     console.hold_standard_streams()
-    try:
+    with console.whole_answer():
         _run(words)
-    except (SystemExit, OSError) as ending:
-        if type(sys.stdout).__name__.endswith("PacifyFlushWrapper"):
-            sys.exit(FINE)  # click has seen that the reader stopped early (`| head`)
-        lost = console.end_of_answer() or (ending if isinstance(ending, OSError) else None)
-        if lost is None:
-            raise
-        console.say(_of_system(lost).render())
-        sys.exit(INTERNAL)
+    raise AssertionError("a command exits")
 
 
 def _run(words: list[str]) -> NoReturn:
@@ -78,33 +67,16 @@ def _run(words: list[str]) -> NoReturn:
             what = "The working directory of this shell no longer exists."
             gone = CppmegaError("folder-gone", what, "Relative paths cannot be resolved.", "cd ~")
             _fail(gone, NOT_AS_IT_MUST_BE, words)
-        if isinstance(error, OSError) and (error.filename or error.errno in _UNWRITABLE):
-            _fail(_of_system(error), NOT_AS_IT_MUST_BE if error.filename else INTERNAL, words)
+        if isinstance(error, OSError) and (error.filename or error.errno in console.UNWRITABLE):
+            _fail(
+                console.of_system(error), NOT_AS_IT_MUST_BE if error.filename else INTERNAL, words
+            )
         import traceback
 
         traceback.print_exc()
         what = f"{type(error).__name__}: {error}"
         broken = CppmegaError("internal-error", what, "This is a bug.", "report it with the above")
         _fail(broken, INTERNAL, words)
-
-
-def _of_system(error: OSError) -> CppmegaError:
-    """The error of a file that this machine does not give, or of a disk that takes no more."""
-    if not error.filename:
-        return CppmegaError(
-            "cannot-write",
-            f"An answer or a file could not be written: {error.strerror}.",
-            "Whoever reads it would take a part of it for all.",
-            "free space on the disk, and run the command again",
-        )
-    name = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else str(error.filename)
-    shown = name if len(name) <= _LONGEST else f"{name[:_LONGEST]}... ({len(name)} characters)"
-    return CppmegaError(
-        "file-unusable",
-        f"{error.strerror}: {shown}",
-        "The command needs this file or folder.",
-        "correct the path or its permissions, and run the command again",
-    )
 
 
 def _folder_gone() -> bool:

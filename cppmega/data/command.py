@@ -15,7 +15,7 @@ from cppmega.data import encoding, sources, tokenizers
 from cppmega.data import prepare as data
 from cppmega.data.corpus import Card
 from cppmega.errors import CppmegaError
-from cppmega.host import progress
+from cppmega.host import console, progress
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -88,4 +88,5 @@ def _report(out: Path, card: Card) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with console.whole_answer():
+        main()

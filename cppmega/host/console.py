@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -33,17 +34,57 @@ def hold_standard_streams() -> None:
             stream.reconfigure(errors="backslashreplace")  # a path need not be text
 
 
-def end_of_answer() -> OSError | None:
-    """Flush stdout; returns the error if it does not take the answer, and silences it.
+UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+"""Errors of a stream or a disk that takes no more; they name no file."""
+_LONGEST = 500
+"""Characters of a path that an error shows."""
 
-    A reader that stops early (`| head`) does not count.
+
+@contextlib.contextmanager
+def whole_answer() -> Iterator[None]:
+    """Run a command; end in one error if stdout or a disk does not take all that it writes.
+
+    A reader that stops early (`| head`) does not count, and does not change the exit status.
     """
+    try:
+        yield
+    except (SystemExit, OSError) as ending:
+        if type(sys.stdout).__name__.endswith("PacifyFlushWrapper"):
+            sys.exit(0)  # click has seen that the reader stopped early
+        lost = _end_of_answer() or (ending if isinstance(ending, OSError) else None)
+        if lost is None:
+            raise
+        say(of_system(lost).render())
+        sys.exit(2)
+
+
+def _end_of_answer() -> OSError | None:
+    """Flush stdout; returns the error if it does not take the answer, and silences it."""
     try:
         sys.stdout.flush()
     except OSError as error:
         _mute(sys.stdout)
         return None if isinstance(error, BrokenPipeError) else error
     return None
+
+
+def of_system(error: OSError) -> CppmegaError:
+    """Return the error of a file that this machine does not give, or of a disk that is full."""
+    if not error.filename:
+        return CppmegaError(
+            "cannot-write",
+            f"An answer or a file could not be written: {error.strerror}.",
+            "Whoever reads it would take a part of it for all.",
+            "free space on the disk, and run the command again",
+        )
+    name = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else str(error.filename)
+    shown = name if len(name) <= _LONGEST else f"{name[:_LONGEST]}... ({len(name)} characters)"
+    return CppmegaError(
+        "file-unusable",
+        f"{error.strerror}: {shown}",
+        "The command needs this file or folder.",
+        "correct the path or its permissions, and run the command again",
+    )
 
 
 def say(message: str) -> None:

@@ -37,6 +37,14 @@ def test_a_full_stdout_is_one_error(words: list[str]) -> None:
     assert done.stderr.startswith("error: cannot-write\n") and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("module", ["cppmega.check_data", "cppmega.data.command"])
+def test_a_full_stdout_of_another_command(module: str) -> None:
+    code = f"import runpy; sys.argv[1:] = ['-h']; runpy.run_module({module!r}, None, '__main__')"
+    with Path("/dev/full").open("w") as full:
+        done = command(code, stdout=full)
+    assert done.returncode == 2 and done.stderr.startswith("error: cannot-write\n")
+
+
 def test_a_reader_that_stops_does_not_change_the_status() -> None:
     reading, writing = os.pipe()
     os.close(reading)
