@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import io
+import os
 import pickle
 import re
 from pathlib import Path
@@ -35,6 +36,7 @@ _NAMED = re.compile(r"GLOBAL (\S+)")
 
 def open_all(order: CheckpointOrder) -> CheckpointAnswer:
     """Open every archive; the state is that of the first one that holds arguments."""
+    os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)  # some releases let it win
     states = []
     try:
         for archive in order.archives:
