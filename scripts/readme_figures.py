@@ -19,13 +19,14 @@ from pathlib import Path
 import msgspec
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import kernel_plot
 import production
 
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.arithmetic import parameters
-from cppmega.smoke.records import Summary
+from examples.smoke.records import Summary
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 

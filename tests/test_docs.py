@@ -17,7 +17,7 @@ from cppmega.catalogue import loader as catalogue
 from cppmega.cli.main import cli
 from cppmega.run import run
 from cppmega.smoke import corpus
-from cppmega.smoke.records import Summary
+from examples.smoke.records import Summary
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

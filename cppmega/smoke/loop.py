@@ -26,7 +26,7 @@ from cppmega.runs import metrics, rank_progress
 from cppmega.runs.metrics import LoggedStep, Start
 from cppmega.runs.spikes import Spikes
 from cppmega.smoke import checkpoint as smoke_checkpoint
-from cppmega.smoke.records import CurvePoint
+from cppmega.smoke.point import CurvePoint
 from cppmega.training.nonfinite import Watch
 from cppmega.training.profiler import StepProfiler
 from cppmega.tree import accepted
@@ -46,6 +46,8 @@ class Loop:
     exit_interval: int | None = None
     log_interval: int = 20
     metrics: Path | None = None
+    unguarded: bool = False
+    """Train without the guard where cppmega.run has not started the process, as on stock."""
     options: RunOptions = field(default_factory=RunOptions)
     """Options of the command line, for the profile."""
 
@@ -132,7 +134,8 @@ def run(recipe: Recipe, loop: Loop) -> Outcome:
         overlay=_record().digest,
         world_size=world,
     )
-    for step in guard.steps(range(outcome.first + 1, loop.steps + 1), args):
+    numbers = range(outcome.first + 1, loop.steps + 1)
+    for step in guard.steps(numbers, args, unguarded=loop.unguarded):
         step_start = time.monotonic()
         marks.begin_step()
         for group in optimizer.param_groups:

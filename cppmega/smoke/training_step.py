@@ -10,7 +10,7 @@ import torch
 
 from cppmega.recipe import Recipe
 from cppmega.smoke.packs import loss_per_token, true_labels
-from cppmega.smoke.records import CurvePoint
+from cppmega.smoke.point import CurvePoint
 from cppmega.training.batch import check_batch
 from cppmega.training.nonfinite import Watch, gradient_error, loss_error
 from cppmega.training.packing import Packed

@@ -35,8 +35,10 @@ def train(root: Path, out: Path, data: Path, steps: int = STEPS, guarded: bool =
     command = [executable, "-m", "cppmega.run", "--megatron", str(root), script, *arguments]
     if not guarded:
         only = "from pathlib import Path; from cppmega.guard import files\n"
-        only += "from cppmega.smoke import command\n"
-        only += f"files.only_from(Path({str(root)!r})); command.cli({arguments!r})"
+        only += "from examples.smoke import command\n"
+        only += f"files.only_from(Path({str(root)!r}))\n"
+        only += f"out, data = Path({str(out)!r}), Path({str(data)!r})\n"
+        only += f"command.run(command.recipe(), out, data, {steps}, unguarded=True)"
         command = [executable, "-c", only]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("CPPMEGA_")}
     environment |= {"PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "ignore"}
@@ -103,7 +105,7 @@ def test_runs_are_scored_on_the_same_labels_and_grouped_by_overlay(
 ) -> None:
     folders = [str(runs / "stock"), str(runs / "patched"), str(runs / "patched")]
     words = ["compare", "--data", str(data), "--packs", "2", "--out", str(tmp_path), *folders]
-    done = python(everything, f"from cppmega.smoke import command; command.cli({words!r})")
+    done = python(everything, f"from examples.smoke import command; command.cli({words!r})")
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "curves.png").stat().st_size > 1000
     rows = json.loads((tmp_path / "comparison.json").read_text())
@@ -120,13 +122,13 @@ from pathlib import Path
 from types import SimpleNamespace
 import torch
 from cppmega.overlay import record as overlay_record
-from cppmega.smoke import checkpoint as smoke_state, command as smoke
+from cppmega.recipe.index import load
 from cppmega.smoke import loop as smoke_loop, model as smoke_model
 from cppmega.errors import CppmegaError
 from cppmega.smoke.loop import Loop, recipe_of_rank
 
 out, folder, data = {}, Path(os.environ["FOLDER"]), Path(os.environ["DATA"])
-recipe = smoke.recipe().with_(num_layers=2, mtp_num_layers=1)
+recipe = load('smoke_cpu').with_(num_layers=2, mtp_num_layers=1)
 build = smoke_model.with_optimizer
 
 
@@ -147,7 +149,8 @@ def poisoned(spoil):
 
 def run(name, spoil=lambda model: None, recipe=recipe, **more):
     smoke_model.with_optimizer = poisoned(spoil)
-    loop = Loop(data=data, save=folder / name, metrics=folder / f"{name}.jsonl", **more)
+    loop = Loop(data=data, save=folder / name, metrics=folder / f"{name}.jsonl",
+                unguarded=True, **more)
     return named(lambda: len(smoke_loop.run(recipe, loop).curve))
 
 

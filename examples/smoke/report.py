@@ -15,7 +15,7 @@ from cppmega.recipe import Recipe
 from cppmega.smoke import checkpoint as smoke_checkpoint
 from cppmega.smoke import model as smoke_model
 from cppmega.smoke import packs as smoke_packs
-from cppmega.smoke import records
+from examples.smoke import records
 
 _COLOURS = ("#c44e52", "#4c72b0", "#55a868", "#8172b3")
 

@@ -15,7 +15,8 @@ import click
 import msgspec
 
 from cppmega.recipe import Recipe
-from cppmega.smoke import records
+from cppmega.smoke.point import CurvePoint
+from examples.smoke import records
 
 
 @click.group()
@@ -49,7 +50,7 @@ def train(out: Path, data: Path, steps: int | None, seed: int | None, stock: boo
         session = Session()
         scratch_tree.build(session.plan(None, os.environ), Path(folder), "stock")
         files.only_from(Path(folder))
-        run(changed, out, data, steps)
+        run(changed, out, data, steps, unguarded=True)
 
 
 def recipe() -> Recipe:
@@ -59,7 +60,7 @@ def recipe() -> Recipe:
     return load("smoke_cpu")
 
 
-def run(plan: Recipe, out: Path, data: Path, steps: int | None) -> None:
+def run(plan: Recipe, out: Path, data: Path, steps: int | None, *, unguarded: bool = False) -> None:
     """Train the recipe, and write its curve and its summary."""
     from cppmega.checkpoints import tracker as checkpoint_tracker
     from cppmega.smoke import loop as smoke_loop
@@ -67,7 +68,9 @@ def run(plan: Recipe, out: Path, data: Path, steps: int | None) -> None:
     out.mkdir(parents=True, exist_ok=True)
     resumed = checkpoint_tracker.exists(out)
     total = steps or plan.train_iters
-    loop = smoke_loop.Loop(data=data, steps=total, save=out, load=out if resumed else None)
+    loop = smoke_loop.Loop(
+        data=data, steps=total, save=out, load=out if resumed else None, unguarded=unguarded
+    )
     outcome = smoke_loop.run(plan, loop)
     earlier = records.read_curve(out)[: outcome.first] if outcome.first else []
     curve = [*earlier, *outcome.curve]
@@ -76,7 +79,7 @@ def run(plan: Recipe, out: Path, data: Path, steps: int | None) -> None:
 
 
 def summary(
-    plan: Recipe, data: Path, curve: list[records.CurvePoint], compile_helpers: str
+    plan: Recipe, data: Path, curve: list[CurvePoint], compile_helpers: str
 ) -> records.Summary:
     """Sum up the run of this process."""
     from cppmega import guard
@@ -116,6 +119,6 @@ def compare(runs: tuple[Path, ...], out: Path, data: Path, count: int) -> None:
 
     Runs with the same overlay and different seeds are drawn as one, with their spread.
     """
-    from cppmega.smoke import report
+    from examples.smoke import report
 
     report.compare(runs, out, data, recipe(), count)

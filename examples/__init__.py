@@ -1,0 +1,1 @@
+"""Loops of one's own under the guard."""
