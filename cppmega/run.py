@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import pkgutil
 import runpy
 import sys
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,8 +88,7 @@ def run(
     `cppmega.guard.steps`; Megatron's `train_step` is found automatically.
     """
     script, arguments = (module, words) if module else (words[0] if words else "", words[1:])
-    file = Path(script, "__main__.py") if Path(script).is_dir() else Path(script)
-    if not (_is_module(script) if module else file.is_file()):
+    if not (_is_module(script) if module else _is_script(script)):
         raise CppmegaError(
             "no-script",
             f"{script or 'nothing'} is not a {'module that can be found' if module else 'file'}.",
@@ -109,11 +108,13 @@ def _execute(command: RunCommand) -> int:
     from cppmega.host import allocator
     from cppmega.tree import accepted
 
-    if not (command.is_module or sys.flags.safe_path):
+    script = command.script
+    if not command.is_module and _is_application(script):
+        script = str(Path(script).absolute())  # wherever the script goes
+        del sys.path[0]  # runpy puts a folder or an archive there itself
+    elif not (command.is_module or sys.flags.safe_path):
         # As `python SCRIPT` does: the script's folder first, not the working directory.
-        sys.path[0] = str(Path(command.script).resolve().parent)
-        if Path(command.script).is_dir() or zipfile.is_zipfile(command.script):
-            del sys.path[0]  # runpy puts a folder or an archive there itself
+        sys.path[0] = str(Path(script).resolve().parent)
     sys.argv = [command.script, *command.arguments]
     allocator.set_in(os.environ)  # before anything imports torch
     run_end.watch(command.arguments, no_steps=command.no_steps)
@@ -123,9 +124,9 @@ def _execute(command: RunCommand) -> int:
     guard.start(command.root, trains=not command.no_steps)
     try:
         if command.is_module:
-            runpy.run_module(command.script, run_name="__main__", alter_sys=True)
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(command.script, run_name="__main__")
+            runpy.run_path(script, run_name="__main__")
     except SystemExit as stop:
         run_end.returned(stop)
         raise
@@ -137,6 +138,21 @@ def _is_module(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):
         return False
+
+
+def _is_script(path: str) -> bool:
+    """Whether Python can run a path: a file, or a folder or an archive with a `__main__`."""
+    try:
+        return _is_application(path) or (
+            pkgutil.get_importer(path) is None and Path(path).is_file()
+        )
+    except OSError:  # a name that is too long
+        return False
+
+
+def _is_application(path: str) -> bool:
+    finder = pkgutil.get_importer(path) if path else None
+    return finder is not None and finder.find_spec("__main__") is not None
 
 
 def _ending_options(words: Sequence[str]) -> list[str]:

@@ -93,7 +93,8 @@ def start(root: Path | None = None, *, inherited: bool = False, trains: bool = T
     _watch_megatron()
     ranks.watch()
     _pass_to_children(_GUARD)
-    children.watch(where(), first=not inherited)
+    if not inherited:
+        children.keep_this_process(where())
     return _GUARD
 
 
