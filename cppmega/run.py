@@ -105,7 +105,7 @@ def _execute(command: RunCommand) -> int:
     from cppmega import calls, guard
     from cppmega.guard import allowed
     from cppmega.guard import end as run_end
-    from cppmega.host import allocator
+    from cppmega.host import allocator, console
     from cppmega.tree import accepted
 
     script = command.script
@@ -121,7 +121,14 @@ def _execute(command: RunCommand) -> int:
     allowed.allow(command.wrappers)
     accepted.accept(accepted.parse(command.edits))
     calls.allow(command.fallbacks)
-    guard.start(command.root, trains=not command.no_steps)
+    try:
+        guard.start(command.root, trains=not command.no_steps)
+    except OSError as error:
+        raise console.of_system(error) from error
+    except KeyboardInterrupt:
+        raise CppmegaError(
+            "stopped", "Stopped from the keyboard.", "The script did not begin.", "run it again"
+        ) from None
     try:
         if command.is_module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)

@@ -336,3 +336,42 @@ def test_a_launched_rank_leaves_a_record_of_its_end(bench: Bench, tmp_path: Path
     assert (code, run.state(), run.exit()) == (1, "crashed", 1)
     assert "ended without an end record" in failures.in_one_line(run)
     assert failures.in_one_line(run).startswith("rank 1:")
+
+
+def test_an_application_in_a_folder(bench: Bench) -> None:
+    """As `python FOLDER` does: its folder is first on the path."""
+    folder = bench.folder / "application"
+    folder.mkdir()
+    (folder / "beside.py").write_text("NAME = 'beside'\n")
+    (folder / "__main__.py").write_text(HEAD + "import beside\ntrain()\nprint(beside.NAME)\n")
+    for chosen, status in ((folder, 0), (bench.folder, 1), (bench.folder / ("x" * 3000), 1)):
+        ((code, out, err),) = bench.run(bench.folder / "root", script=chosen)
+        assert code == status and ("beside" in out) == (not status), err
+        assert "Traceback" not in err and ("no-script" in err) == bool(status)
+
+
+def test_what_exit_handlers_replace_is_seen(bench: Bench) -> None:
+    body = (
+        "import megatron.core.thing as thing\n"
+        "train()\natexit.register(lambda: setattr(thing, 'double', len))"
+    )
+    code, _, err = run(bench, body)
+    assert code == 1 and "after its exit handlers" in err and "thing.py:double" in err, err
+
+
+def test_a_loop_outside_of_the_guard_is_an_error(bench: Bench) -> None:
+    script = bench.folder / "alone.py"
+    script.write_text(
+        "import sys\nfrom cppmega import guard\n"
+        "for step in guard.steps(range(1), unguarded=sys.argv[1:] == ['parameter']):\n"
+        "    print('trained')\n"
+    )
+    for words, trains in ((), False), (("--unguarded",), True), (("parameter",), True):
+        done = subprocess.run(
+            [sys.executable, str(script), *words],
+            env=bench.environment,
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode == 0) == trains == (done.stdout == "trained\n"), done.stderr
+        assert ("not-guarded" in done.stderr) == (not trains)
