@@ -49,7 +49,9 @@ def gpt(mtp: int | None = None, tied: bool = False, **options: Any) -> Any:
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     settings = config(mtp_num_layers=mtp, **options)
-    layer = gpt_layer_specs.get_gpt_layer_local_spec()
+    # On dev, the layers of a model with several residual streams are of a class of their own.
+    streams = {"enable_hyper_connection": True} if options.get("enable_hyper_connections") else {}
+    layer = gpt_layer_specs.get_gpt_layer_local_spec(**streams)
     depths = {}
     if mtp:
         depths["mtp_block_spec"] = gpt_layer_specs.get_gpt_mtp_block_spec(

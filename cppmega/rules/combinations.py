@@ -183,6 +183,7 @@ SEVERAL_DEPTHS = Option(
 )
 HYBRID = Option("a hybrid model", layer_pattern, "train a GPT model")
 DETACHED_DEPTHS = Option("--mtp-detach-heads", _given("mtp_detach_heads"))
+MIXED_DEPTHS = Option("--mtp-hsm", _given("mtp_hsm"))
 RECOMPUTED_MLP = Option(
     "--recompute-modules mhc mlp",
     lambda run: recomputes(run, "mhc") and recomputes(run, "mlp"),
@@ -264,6 +265,7 @@ UNSUPPORTED: Mapping[Part, Mapping[Option, str]] = {
         FUSED_TP_INFERENCE: "It adds a single residual inside its own kernel.",
         HETEROGENEOUS: "Layers that lack a sub-layer have not been tested.",
         DETACHED_DEPTHS: "A depth reads the streams, not the hidden states that it detaches.",
+        MIXED_DEPTHS: "A depth reads the streams, not the hidden states that it mixes.",
         TP_OVERLAP_WITH_MTP: "Its buffers have no name for the two projections of an MTP depth.",
         LAYOUT_WITH_MTP: (
             "An MTP depth needs the streams of the decoder's last layer in its own stage."

@@ -67,6 +67,7 @@ OPTIONS: dict[Option, dict[str, Any]] = {
     c.SEVERAL_DEPTHS: {"mtp_num_layers": 2},
     c.HYBRID: {"hybrid_layer_pattern": "M*-"},
     c.DETACHED_DEPTHS: {"mtp_detach_heads": True},
+    c.MIXED_DEPTHS: {"mtp_hsm": True},
     c.RECOMPUTED_MLP: {
         "recompute_granularity": "selective",
         "recompute_modules": ["mhc", "mlp"],

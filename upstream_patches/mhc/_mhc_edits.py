@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from cppmega.edits import appending, in_order, inserting, replacing
-from cppmega.page import Edit
+from cppmega.page import Edit, left_alone
 
 CORE = "megatron/core"
 CONFIG = f"{CORE}/model_parallel_config.py:ModelParallelConfig"
 CHECK = f"{CORE}/transformer/transformer_config.py:TransformerConfig.__post_init__"
 LAYER = f"{CORE}/transformer/transformer_layer.py:TransformerLayer.forward"
+BUILT = f"{CORE}/transformer/transformer_layer.py:TransformerLayer.__init__"
 BLOCK = f"{CORE}/transformer/transformer_block.py:TransformerBlock."
 STACK = f"{CORE}/models/hybrid/hybrid_block.py:HybridStack."
 DEPTH = f"{CORE}/transformer/multi_token_prediction.py:MultiTokenPredictionLayer."
@@ -16,7 +17,7 @@ DEPTHS = f"{CORE}/transformer/multi_token_prediction.py:MultiTokenPredictionBloc
 SHAPES = f"{CORE}/pipeline_parallel/schedules.py:get_tensor_shapes"
 RECOMPUTATION = f"{CORE}/recompute.py:checkpointed_forward"
 PRESENT = f"{DEPTH}get_inner_quantization_context"
-"""New in 0.19; these edits are written for the layers and depths of that release."""
+"""New in 0.19.2; these edits are written for the layers and depths of 0.19 and main."""
 
 FIELDS = '''
 enable_mhc_connections: bool = field(
@@ -49,6 +50,11 @@ use_fused_mhc: bool = False
 MODULES = """
 {"core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "gdn_norm_out"}
 """
+
+CHECKED = inserting(
+    "from cppmega.features.mhc import options\n\noptions.check(self)",
+    after="super().__post_init__()",
+)
 
 LAYERS = "from cppmega.features.mhc import layers as mhc_layers"
 OF_DEPTHS = "from cppmega.features.mhc import depths as mhc_depths"
@@ -101,29 +107,101 @@ if isinstance(hidden_states, WrappedTensor):
     hidden_states = hidden_states.unwrap()
 """
 
+OWN = (
+    "self.config.enable_mhc_connections and self.pre_process",
+    "self.training and self.mhc_recompute_enabled",
+    "self.config.enable_mhc_connections and self.has_final_layernorm_in_this_stage()",
+)
+"""Conditions under which a block of main serves its own class of layers with streams."""
+OWN_EXPANSION = f"""
+if {OWN[0]}:
+    hidden_states = HyperConnectionModule.input_expand(
+        hidden_states, self.mhc_num_residual_streams
+    )
+"""
+WITHOUT_STREAMS = """
+if config.enable_mhc_connections and not self.supports_mhc_connections:
+    raise ValueError(
+        f"{type(self).__name__} does not implement mHC residual streams. Build the "
+        "decoder with HyperConnectionTransformerLayer when "
+        "enable_mhc_connections=True."
+    )
+"""
+REFUSED = (
+    """
+    if self.enable_mhc_connections and self.mtp_num_layers is not None:
+        raise ValueError(
+            "enable_mhc_connections is not compatible with Multi-Token Prediction (MTP). "
+            "Please disable MTP (set mtp_num_layers=None) when using hyper connections."
+        )
+    """,
+    """
+    if self.enable_mhc_connections and self.recompute_granularity == "full":
+        raise NotImplementedError(
+            "enable_mhc_connections is not yet compatible with full activation recompute. "
+            "Use selective recompute with 'mhc' in recompute_modules, or disable "
+            "activation recompute."
+        )
+    """,
+    """
+    if self.pipeline_model_parallel_size > 1:
+        raise NotImplementedError(
+            "enable_mhc_connections does not support pipeline_model_parallel_size > 1 "
+            "yet. Inter-stage activations are n-stream ([s, b, n*C]) while pipeline "
+            "p2p buffers are sized from hidden_size, so the shapes disagree. Use "
+            "pipeline_model_parallel_size=1 until mHC pipeline support lands."
+        )
+    """,
+)
+"""What main's own layers with streams do not support; `mhc_layers.connected` says it of them."""
+
+ENDED = (
+    inserting(
+        CONTRACTED,
+        before="""
+if self.final_layernorm is not None:
+    hidden_states = apply_module(self.final_layernorm)(cast(Tensor, hidden_states))
+    hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
+""",
+    ),
+    inserting(HANDED_ON, before="return hidden_states"),
+)
+"""What follows the layers of a block."""
+
 EDITS = (
     Edit(
         target=CONFIG,
-        pins={"0.19.2": "309bdcc165ffeabd"},
+        pins={
+            "0.19.0": "309bdcc165ffeabd",
+            "0.19.2": "309bdcc165ffeabd",
+            "main-d98e8a64": "309bdcc165ffeabd",
+        },
         edit=inserting(FIELDS, before="mtp_standalone: bool = False"),
         imports=("from cppmega.features.mhc.options import OneValue as _CppmegaOneValue",),
         mark="",
     ),
     Edit(
         target=CHECK,
-        pins={"0.19.2": "fe98182ec35d935a"},
+        pins={"0.19.0": "fe98182ec35d935a", "0.19.2": "fe98182ec35d935a"},
         edit=in_order(
-            inserting(
-                "from cppmega.features.mhc import options\n\noptions.check(self)",
-                after="super().__post_init__()",
-            ),
+            CHECKED,
             replacing(MODULES, MODULES.strip()[:-1] + ', "mhc"}'),
         ),
         mark="",
     ),
     Edit(
+        target=CHECK,
+        pins={"main-d98e8a64": "66a28f7c41a0845e"},
+        edit=in_order(CHECKED, *(replacing(each, "") for each in REFUSED)),
+        mark="",
+    ),
+    Edit(
         target=LAYER,
-        pins={"0.19.2": "20223052f8f0c7b8"},
+        pins={
+            "0.19.0": "20223052f8f0c7b8",
+            "0.19.2": "20223052f8f0c7b8",
+            "main-d98e8a64": "1cf2de15d4c43c83",
+        },
         edit=in_order(
             replacing(
                 "self._forward_attention(*args, **kwargs)",
@@ -154,7 +232,11 @@ _cppmega_mlp(
     ),
     Edit(
         target=f"{BLOCK}_build_layers",
-        pins={"0.19.2": "1f836061520765ba"},
+        pins={
+            "0.19.0": "1f836061520765ba",
+            "0.19.2": "1f836061520765ba",
+            "main-d98e8a64": "1f836061520765ba",
+        },
         edit=in_order(
             inserting(
                 f"{LAYERS}\n\nmodule = mhc_layers.connected(module, layer_config)",
@@ -166,29 +248,46 @@ _cppmega_mlp(
     ),
     Edit(
         target=f"{BLOCK}forward",
-        pins={"0.19.2": "8bd5c18f5fb96ca1"},
+        pins={"0.19.0": "8bd5c18f5fb96ca1", "0.19.2": "8bd5c18f5fb96ca1"},
+        edit=in_order(inserting(EXPANDED, before=RNG), *ENDED),
+    ),
+    Edit(
+        target=f"{BLOCK}forward",
+        pins={"main-d98e8a64": "dddd6e7c7dc03940"},
         edit=in_order(
-            inserting(EXPANDED, before=RNG),
-            inserting(
-                CONTRACTED,
-                before="if self.final_layernorm is not None:\n"
-                + """
-    hidden_states = apply_module(self.final_layernorm)(cast(Tensor, hidden_states))
-    hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
-""",
-            ),
-            inserting(HANDED_ON, before="return hidden_states"),
+            inserting(EXPANDED, before=OWN_EXPANSION),
+            *ENDED,
+            *(replacing(each, f"mhc_layers.has_upstreams(self) and {each}") for each in OWN),
         ),
     ),
     Edit(
+        target=BUILT,
+        pins={"0.19.0": "72485cc2212f8945", "0.19.2": "72485cc2212f8945"},
+        edit=left_alone,
+    ),
+    Edit(
+        target=BUILT,
+        pins={"main-d98e8a64": "1f84b5bcbf4ddf9f"},
+        edit=replacing(WITHOUT_STREAMS, ""),
+        mark="",
+    ),
+    Edit(
         target=f"{BLOCK}sharded_state_dict",
-        pins={"0.19.2": "0ac661a8a77d3f09"},
+        pins={
+            "0.19.0": "0ac661a8a77d3f09",
+            "0.19.2": "0ac661a8a77d3f09",
+            "main-d98e8a64": "0ac661a8a77d3f09",
+        },
         edit=inserting(SAVED, before="return sharded_state_dict"),
         mark="",
     ),
     Edit(
         target=f"{STACK}__init__",
-        pins={"0.19.2": "1008fcf6068c752f"},
+        pins={
+            "0.19.0": "1008fcf6068c752f",
+            "0.19.2": "1008fcf6068c752f",
+            "main-d98e8a64": "2d7b4b530606eec4",
+        },
         edit=in_order(
             inserting(
                 f"{LAYERS}\n\nlayer = mhc_layers.wrapped(layer, self.config)",
@@ -203,7 +302,11 @@ _cppmega_mlp(
     ),
     Edit(
         target=f"{STACK}forward",
-        pins={"0.19.2": "50ac5b73f74c7aa0"},
+        pins={
+            "0.19.0": "50ac5b73f74c7aa0",
+            "0.19.2": "50ac5b73f74c7aa0",
+            "main-d98e8a64": "50ac5b73f74c7aa0",
+        },
         edit=in_order(
             inserting(EXPANDED, after=UNWRAPPED),
             WHOLE,
@@ -219,27 +322,52 @@ if self.post_process and self.post_layer_norm:
     ),
     Edit(
         target=f"{STACK}sharded_state_dict",
-        pins={"0.19.2": "e4acb39aa0c97317"},
+        pins={
+            "0.19.0": "e4acb39aa0c97317",
+            "0.19.2": "e4acb39aa0c97317",
+            "main-d98e8a64": "e4acb39aa0c97317",
+        },
         edit=inserting(SAVED, before="return sharded_state_dict"),
         mark="",
     ),
-    Edit(target=RECOMPUTATION, pins={"0.19.2": "59fba895c79ae4b7"}, edit=WHOLE, mark=""),
+    Edit(
+        target=RECOMPUTATION,
+        pins={
+            "0.19.0": "59fba895c79ae4b7",
+            "0.19.2": "59fba895c79ae4b7",
+            "main-d98e8a64": "59fba895c79ae4b7",
+        },
+        edit=WHOLE,
+        mark="",
+    ),
     Edit(
         target=SHAPES,
-        pins={"0.19.2": "30136c352c056184"},
+        pins={
+            "0.19.0": "30136c352c056184",
+            "0.19.2": "30136c352c056184",
+            "main-d98e8a64": "30136c352c056184",
+        },
         edit=replacing("config.hidden_size", "_cppmega_width(config)"),
         imports=("from cppmega.features.mhc.options import width as _cppmega_width",),
         mark="",
     ),
     Edit(
         target=f"{DEPTH}__init__",
-        pins={"0.19.2": "918bfee08d9c0d2a"},
+        pins={
+            "0.19.0": "918bfee08d9c0d2a",
+            "0.19.2": "918bfee08d9c0d2a",
+            "main-d98e8a64": "633b3a4038d10339",
+        },
         edit=appending(f"{OF_DEPTHS}\n\nmhc_depths.connect(self, self.tp_group)"),
         mark="",
     ),
     Edit(
         target=f"{DEPTH}_concat_embeddings",
-        pins={"0.19.2": "d48b7081981dba15"},
+        pins={
+            "0.19.0": "d48b7081981dba15",
+            "0.19.2": "d48b7081981dba15",
+            "main-d98e8a64": "7ba78581a5e3df8a",
+        },
         edit=inserting(
             f"""
             if self.eh_proj is None:
@@ -253,7 +381,11 @@ if self.post_process and self.post_layer_norm:
     ),
     Edit(
         target=f"{DEPTH}_proj_and_transformer_layer",
-        pins={"0.19.2": "958a8991c4021ac3"},
+        pins={
+            "0.19.0": "958a8991c4021ac3",
+            "0.19.2": "958a8991c4021ac3",
+            "main-d98e8a64": "958a8991c4021ac3",
+        },
         # The next depth reads the streams, so the block postprocesses each depth's output itself.
         edit=replacing(
             "hidden_states = self._postprocess(hidden_states)",
@@ -266,7 +398,11 @@ if self.post_process and self.post_layer_norm:
     ),
     Edit(
         target=f"{DEPTH}_postprocess",
-        pins={"0.19.2": "b1da7b438da4b0a4"},
+        pins={
+            "0.19.0": "b1da7b438da4b0a4",
+            "0.19.2": "b1da7b438da4b0a4",
+            "main-d98e8a64": "b1da7b438da4b0a4",
+        },
         edit=inserting(
             f"{OF_DEPTHS}\n\nhidden_states = mhc_depths.ended(self, hidden_states)",
             before="hidden_states = apply_module(self.final_layernorm)(hidden_states)",
@@ -275,7 +411,11 @@ if self.post_process and self.post_layer_norm:
     ),
     Edit(
         target=DEPTHS,
-        pins={"0.19.2": "a84af2ded90d3f89"},
+        pins={
+            "0.19.0": "6e08bac0e7079025",
+            "0.19.2": "a84af2ded90d3f89",
+            "main-d98e8a64": "0efa4646a6494f4c",
+        },
         edit=in_order(
             inserting(
                 f"{OF_DEPTHS}\n\ncppmega_streams = mhc_depths.streams_of(self, hidden_states)",

@@ -1,4 +1,4 @@
-"""Add manifold-constrained hyper-connections (mHC) to GPT and hybrid models of 0.19.
+"""Add manifold-constrained hyper-connections (mHC) to GPT and hybrid models of 0.19 and main.
 
 What: With `--enable-mhc-connections` a model has `--mhc-num-residual-streams` residual streams,
     which every sub-layer reads and writes through learned weights (arXiv 2512.24880). The options,
@@ -24,9 +24,10 @@ Why: No release has them: 0.20 is announced with them, for hybrid models, but wi
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/4531 (main, not released),
     https://github.com/NVIDIA/Megatron-LM/pull/6401 (main, not released),
     https://github.com/NVIDIA/Megatron-LM/pull/3828 (dev) and
-    https://github.com/NVIDIA/Megatron-LM/pull/4949 (dev). A tree that already has hyper-connections
-    keeps them, in whichever form: those of main in August 2026 (mixing not transposed, a clamp,
-    mean contraction) define a different model, and a checkpoint that shows this is refused.
+    https://github.com/NVIDIA/Megatron-LM/pull/4949 (dev). Main of August 2026 has a class of GPT
+    layers with another definition (mixing not transposed, a clamp, mean contraction), which only a
+    script's own specification names. A model with these layers keeps them, with main's limits; a
+    checkpoint of one lacks the head, and so is refused. Dev's connections stay, too.
 Remove: with 0.20, where it runs what this page does, and its kernels are as fast.
 Numerics: changes results: with the option, the model is a different one. Without it nothing changes
     (bitwise).
@@ -40,7 +41,7 @@ from cppmega.page import Patch, Source
 
 from ._mhc_edits import CORE, EDITS, PRESENT
 
-OWN = f"{CORE}/transformer/hyper_connection.py"
+HYBRID = f"{CORE}/models/hybrid/hybrid_block.py"
 
 
 def uses_mhc(args: Any) -> bool:
@@ -62,16 +63,22 @@ PATCH = Patch(
 
 
 def fixed_upstream(source: Source) -> bool:
-    # In any form: these are never wrapped around a tree's own hyper-connections.
-    return "class HyperConnectionModule" in source.file(OWN)
+    # Main has had them for a class of GPT layers that nothing builds, without stages and depths.
+    return "HyperConnectionHybridLayer(" in source.file(HYBRID)
 
 
 def verify() -> None:
+    import dataclasses
+
     import torch
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
     from cppmega.proof import small_models
 
     options = {"enable_mhc_connections": True, "mhc_num_residual_streams": 2}
+    fields = {field.name for field in dataclasses.fields(TransformerConfig)}
+    if "enable_hyper_connections" in fields:
+        options = {"enable_hyper_connections": True, "num_residual_streams": 2}  # dev
     for make in (small_models.gpt, small_models.hybrid):
         model = make(**options)
         names = {name for name, _ in model.named_parameters()}

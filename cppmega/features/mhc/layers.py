@@ -30,6 +30,9 @@ SITES = {
 }
 """Sub-layer of a TransformerLayer -> its bias-dropout-add, and the name of its site."""
 
+UPSTREAMS = "supports_mhc_connections"
+"""The attribute by which main knows its own layers with streams."""
+
 
 class HyperConnectionHybridLayer(MegatronModule):  # type: ignore[misc]
     """A layer of a hybrid stack with a site around it; it is called like the layer itself."""
@@ -114,9 +117,34 @@ def wrapped(layer: Any, config: Any) -> Any:
     return HyperConnectionHybridLayer(config, layer)
 
 
+def has_upstreams(stack: Any) -> bool:
+    """Whether a stack has main's own layers with streams, which a script's specification names.
+
+    They keep main's definition of mHC, which is another model's.
+    """
+    return any(getattr(layer, UPSTREAMS, False) for layer in getattr(stack, "layers", ()))
+
+
 def connected(layer: Any, config: Any) -> Any:
-    """A layer of a GPT model, with its sites if the configuration enables mHC."""
-    if getattr(config, "enable_mhc_connections", False):
+    """A layer of a GPT model, with its sites if the configuration enables mHC.
+
+    Raises:
+        CppmegaError: `mhc-layer-unsupported`.
+    """
+    if getattr(layer, UPSTREAMS, False):
+        unsupported = {
+            "MTP depths": config.mtp_num_layers,
+            "full recomputation": config.recompute_granularity == "full",
+            "pipeline stages": config.pipeline_model_parallel_size > 1,
+        }
+        if what := next((what for what, used in unsupported.items() if used), ""):
+            raise CppmegaError(
+                "mhc-layer-unsupported",
+                f"Layer {layer.layer_number} ({type(layer).__name__}) does not support {what}.",
+                "Megatron's own layers with several residual streams were written without.",
+                "build the model with Megatron's other layers, around which cppmega puts streams",
+            )
+    elif getattr(config, "enable_mhc_connections", False):
         for _, bda, site in _sub_layers(layer):
             setattr(layer, site, mhc.HyperConnectionModule(config))
             setattr(layer, bda, getattr(layer, site).bias_dropout_add)
@@ -144,7 +172,7 @@ def sites(layer: Any) -> list[mhc.HyperConnectionModule]:
 def expanded(stack: Any, hidden_states: Tensor) -> Tensor:
     """The streams at the start of a stack; in the first stage each equals the hidden states."""
     config = stack.config
-    if not getattr(config, "enable_mhc_connections", False):
+    if not getattr(config, "enable_mhc_connections", False) or has_upstreams(stack):
         return hidden_states
     of_layers = [sites(layer) for layer in stack.layers]
     mhc_recompute.begin(of_layers, config, stack.training)
@@ -160,13 +188,14 @@ def expanded(stack: Any, hidden_states: Tensor) -> Tensor:
 
 def with_head(stack: Any, ends: bool) -> None:
     """Add the contraction to a stack in which the streams end."""
-    if ends and getattr(stack.config, "enable_mhc_connections", False):
+    enabled = getattr(stack.config, "enable_mhc_connections", False)
+    if ends and enabled and not has_upstreams(stack):
         mhc.add_head(stack, stack.config)
 
 
 def contracted(stack: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
     """Hidden states for the final norm, and the streams if MTP depths read them."""
-    if not getattr(stack.config, "enable_mhc_connections", False):
+    if not getattr(stack.config, "enable_mhc_connections", False) or has_upstreams(stack):
         return hidden_states, None
     inner = getattr(stack, "mtp_model_layer", stack)  # in an MTP depth: a stack or a layer
     found = [site for layer in getattr(inner, "layers", [inner]) for site in sites(layer)]
