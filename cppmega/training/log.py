@@ -62,6 +62,7 @@ class Log:
         profiled: Callable[[], bool] = lambda: False,
         graph_pools: Callable[[], float | None] = lambda: None,
         expert_load: Callable[[], Load | None] = lambda: None,
+        scalars: Callable[[dict[str, float], int], None] = lambda values, step: None,
     ) -> None:
         """Create the log.
 
@@ -75,7 +76,9 @@ class Log:
             profiled: whether a step since the last line was slower for the profiler.
             graph_pools: what the pools of CUDA graphs reserve on this rank, see `GraphPools.gib`.
             expert_load: how even the experts' load was, see `ExpertLoad.load`.
+            scalars: writes what cppmega adds to Megatron's line, such as `to_megatrons_writers`.
         """
+        self._scalars = scalars
         self._profiled, self._graph_pools, self._load = profiled, graph_pools, expert_load
         self.recipe, self.world_size, self.mock = recipe, world_size, mock
         self._squares, self._peak, self._metrics = squares, peak, metrics
@@ -100,6 +103,8 @@ class Log:
             print_last(self.line(message, step))
             if self._metrics is not None and writes():
                 run_metrics.append(self._metrics, step)
+            if writes():
+                self._scalars(scalars_of(step), step.step)
             check_step(step.loss, step.grad_norm)
 
         return logged
@@ -146,3 +151,24 @@ class Log:
         numbers += f" SPIKE: {spike} |" if spike else ""
         before = self._cut + f" {MOCK} |" * self.mock
         return before + message + numbers + f" {MOCK}" * self.mock
+
+
+def scalars_of(step: TrainingStep) -> dict[str, float]:
+    """What cppmega adds to Megatron's numbers, under the names of a step's record."""
+    names = ("tokens_per_second", "tflops_per_gpu", "peak_gib", "graph_pool_gib")
+    values = {f"cppmega/{name}": getattr(step, name) for name in names}
+    if step.expert_load:
+        least, most = zip(*step.expert_load, strict=True)
+        values |= {"cppmega/expert_load_min": min(least), "cppmega/expert_load_max": max(most)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def to_megatrons_writers(values: dict[str, float], step: int) -> None:
+    """Write values with Megatron's writers of TensorBoard and W&B, where it has them."""
+    from megatron.training import get_tensorboard_writer, get_wandb_writer
+
+    if (writer := get_tensorboard_writer()) is not None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+    if (writer := get_wandb_writer()) is not None:
+        writer.log(values, step)

@@ -30,7 +30,7 @@ from cppmega.training.evaluation import Evaluation, HeldOut
 from cppmega.training.expert_load import ExpertLoad
 from cppmega.training.garbage import Garbage
 from cppmega.training.graph_pools import GraphPools
-from cppmega.training.log import CUT, MOCK, Log, TrainingStart
+from cppmega.training.log import CUT, MOCK, Log, TrainingStart, to_megatrons_writers
 from cppmega.training.model import model_config, model_provider
 from cppmega.training.module_calls import ModuleCalls
 from cppmega.training.plan import TrainingPlan
@@ -180,6 +180,7 @@ def _install_hooks(
         expert_load=experts.load,
         metrics=plan.options.metrics,
         profiled=profiler.took_disturbed,
+        scalars=to_megatrons_writers,
     )
     replaced = log.around(training.print_rank_last, last_rank)
     modules.replace(training, "print_rank_last", replaced)

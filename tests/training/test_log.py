@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,7 +16,7 @@ from cppmega.errors import CppmegaError
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.arithmetic import flops
 from cppmega.runs import metrics
-from cppmega.training.log import MOCK, Log
+from cppmega.training.log import MOCK, Log, to_megatrons_writers
 from tests.preflight.contexts import SLICE
 
 pytestmark = pytest.mark.slow
@@ -51,6 +54,31 @@ def test_a_log_line_says_both_throughputs(tmp_path: Path) -> None:
     assert row["tflops_per_gpu_by_megatron"] == 46.5
     assert row["losses"] == {"lm loss": 11.12345, "mtp_1 loss": 11.22345}
     assert row["tokens_per_second"] == pytest.approx(4096 / 0.671)
+
+
+def test_megatrons_writers_get_what_the_line_adds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorBoard and W&B show the same numbers, unless Megatron has no such writer."""
+    tensorboard, wandb = Mock(), Mock()
+    megatron = SimpleNamespace(
+        get_tensorboard_writer=lambda: tensorboard, get_wandb_writer=lambda: wandb
+    )
+    monkeypatch.setitem(sys.modules, "megatron.training", megatron)
+    load = ((0.5, 1.5), (0.25, 2.0))
+    _, say = log(tmp_path, expert_load=lambda: load, scalars=to_megatrons_writers)
+    say("saving checkpoint")
+    say(LINE)
+    (values, step), _ = wandb.log.call_args
+    assert step == 7 and [call.args for call in tensorboard.add_scalar.call_args_list] == [
+        (name, value, 7) for name, value in values.items()
+    ]
+    assert values["cppmega/tokens_per_second"] == pytest.approx(4096 / 0.671)
+    assert values["cppmega/peak_gib"] == 61.5 and "cppmega/graph_pool_gib" not in values
+    assert (values["cppmega/expert_load_min"], values["cppmega/expert_load_max"]) == (0.25, 2.0)
+    megatron.get_tensorboard_writer = megatron.get_wandb_writer = lambda: None
+    say(LINE)
+    assert wandb.log.call_count == 1
 
 
 def test_mock_data_marks_every_line_with_a_throughput(tmp_path: Path) -> None:
