@@ -49,6 +49,7 @@ ORDER = (
     ("I upgrade Megatron", "upgrade-megatron.md"),
     ("I upgrade cppmega", "upgrades.md"),
     ("I write a patch", "write-a-patch.md"),
+    ("Fixes for upstream", "upstream.md"),
     ("Training", "training.md"),
     ("Data", "data.md"),
     ("Production status", "production.md"),

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
+from cppmega.authoring import exports_page
 from cppmega.authoring.catalogue_readme import readme as catalogue_readme
 from cppmega.catalogue import loader as catalogue
 from cppmega.cli.main import cli
@@ -28,6 +29,15 @@ readme = importlib.import_module("readme_figures")
 def test_the_catalogue_table_is_the_catalogue() -> None:
     written = (REPOSITORY / "upstream_patches" / "README.md").read_text()
     assert written == catalogue_readme(), "run python scripts/catalogue_readme.py"
+
+
+def test_the_page_about_upstream_shows_what_was_exported() -> None:
+    written = (REPOSITORY / "docs" / "upstream.md").read_text()
+    assert written == exports_page.page(), "run python scripts/catalogue_readme.py"
+    record = json.loads(exports_page.record_file().read_text())["pages"]
+    fixes = [name for name, page in catalogue.load().items() if page.patch.purpose == "fix"]
+    assert sum(row["state"] == "exported" for row in record.values()) >= 10
+    assert set(record) <= set(fixes)
 
 
 def test_the_readme_shows_what_the_result_files_say() -> None:

@@ -21,6 +21,7 @@ _COPIED = "cppmega.proof."
 """Modules of this package that may be copied."""
 _PLAIN = {"cppmega.proof.assigned.replace": "setattr"}
 """Functions of this package with a builtin that does the same where no guard watches."""
+_LATER = "from __future__ import annotations"
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _Import = ast.Import | ast.ImportFrom
 
@@ -43,6 +44,8 @@ def test_module(page: Page) -> str:
     body = copied.text_of(home, verify, drop=leading)
     body = re.sub(r"def verify(.*:)\n\s*\n", rf"def test_{page.name}\1\n", body, count=1)
     imports = [*copied.imports, *map(ast.unparse, leading)]
+    if any(_LATER.encode() in module.text for module in (home, *copied.modules.values())):
+        imports.insert(0, _LATER)
     title = page.doc.strip().splitlines()[0]
     parts = [f'"""{title}"""', "\n".join(dict.fromkeys(imports)), *copied.blocks, body]
     return without_linter_comments("\n\n\n".join(filter(None, parts))) + "\n"
@@ -90,7 +93,7 @@ class _Copied:
     page: Page
     imports: list[str] = field(default_factory=list)
     blocks: list[str] = field(default_factory=list)
-    _modules: dict[Path, _Module] = field(default_factory=dict)
+    modules: dict[Path, _Module] = field(default_factory=dict)
     _names: dict[str, ast.stmt] = field(default_factory=dict)
     """Name in the test -> what it names."""
     _done: list[ast.stmt] = field(default_factory=list)
@@ -161,7 +164,7 @@ class _Copied:
         beyond = dotted.startswith("cppmega.") and not dotted.startswith(_COPIED)
         if beyond or not file.is_file():
             raise refused(self.page, f"its proof calls {dotted}")
-        module = self._modules.setdefault(file, _Module(dotted, file))
+        module = self.modules.setdefault(file, _Module(dotted, file))
         return self._copy(module, name), of_module
 
     def _copy(self, module: _Module, name: str) -> str:
