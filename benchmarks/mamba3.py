@@ -10,8 +10,9 @@ surrounds them in plain torch, as in its module. A pack is compared with 8 seque
 tokens in the same process. Before anything is timed, our results and gradients are compared with
 plain torch in fp32 on short sequences. Times are medians of 10 with CUDA events, of forward plus
 backward; bytes are those of the distinct tensors that the core saves for its backward; what is
-outside the scan is all kernels but those that multiply matrices. Writes mamba3_DEVICE.json and .md,
-with the time of every kernel.
+outside the scan is all kernels but those that multiply matrices. On Hopper, MIMO is measured with
+the kernels for every GPU too. Writes mamba3_DEVICE.json and .md, or mamba3_alone_DEVICE, with the
+time of every kernel.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import click
 import torch
@@ -32,13 +34,14 @@ from benchmarks.harness.gpu import by_kernel, card, distances, median, refuse, u
 from cppmega.ops import mamba3
 from cppmega.ops.mamba3 import external as kernels
 from cppmega.ops.mamba3 import naive as reference
-from cppmega.ops.mamba3 import operands
+from cppmega.ops.mamba3 import operands, scan
 from tests.ops.mamba3.checks import Shape, drawn, leaves
 
 WHOLE = Shape(8, 4096, 128, 8, 4, 128, 64)
 CASES: dict[str, tuple[Shape, int]] = {
     "MIMO, 8 x 4096": (WHOLE, 1),
     "MIMO, 2 x 4096": (WHOLE._replace(batch=2), 1),
+    "MIMO of rank 2, 8 x 4096": (WHOLE._replace(rank=2), 1),
     "MIMO, 16 documents of 2048": (WHOLE._replace(batch=1, length=32768), 16),
     "SISO, 8 x 4096": (WHOLE._replace(rank=1), 1),
 }
@@ -49,7 +52,7 @@ SCANS = (
     *("forward_", "states_", "values_", "rows_"),
 )
 """How the names of the kernels that multiply matrices begin."""
-CHUNK = {4: 16, 1: 64}
+CHUNK = {4: 16, 2: 32, 1: 64}
 TOLERANCE = 2e-2
 """Largest relative L2 distance of results in bf16 from plain torch in fp32."""
 
@@ -96,6 +99,13 @@ def imported_from(root: Path) -> Iterator[None]:
         for name in own():
             del sys.modules[name]
         sys.modules.update(before)
+
+
+@contextmanager
+def for_every_gpu() -> Iterator[None]:
+    """Ours with the kernels in Triton alone, also on Hopper."""
+    with mock.patch.object(scan, "on_hopper", return_value=False):
+        yield
 
 
 def both_ways(way: Way, *given: Any) -> list[Tensor]:
@@ -151,6 +161,10 @@ def measure(
     given = given_for(shape, documents)
     ways: dict[str, Way] = {"ours": ours, **({"mamba-ssm": eager} if rivals else {})}
     row = {name: median(both_ways, way, *given) for name, way in ways.items()}
+    if shape.rank > 1:
+        with for_every_gpu():
+            row["ours in Triton"] = median(both_ways, ours, *given)
+            row["ours in Triton, forward"] = median(ours, *given)
     if main is not None and rivals:
         with imported_from(main):
             row["main"] = median(both_ways, eager, *given)
@@ -204,7 +218,8 @@ def command(main: Path | None, out: Path, only: str, alone: bool) -> None:
             check(shape, documents)
             other = main if shape.rank > 1 else None
             report["rows"][name], report["kernels"][name] = measure(shape, documents, other, rivals)
-            results.write(out, f"mamba3_{card()}", report, table(report))
+            which = "mamba3_alone" if alone else "mamba3"
+            results.write(out, f"{which}_{card()}", report, table(report))
 
 
 if __name__ == "__main__":

@@ -23,18 +23,18 @@ from cppmega.ops.mamba3.tiles_gluon import (
     angled,
     angles_layout,
     between,
-    chunk_vectors,
     columned,
     columns_layout,
+    fetch_flat,
+    fetch_rates,
     fetch_rows,
-    fetched,
+    fetch_values,
     flat,
     gated,
     in_columns,
     make_rows,
     product,
     put_values,
-    rates,
     turned,
     vector_of,
     weighed,
@@ -65,34 +65,41 @@ def forward_sm90_kernel(  # type: ignore[no-untyped-def]
     rate += b * length * 32
     vectors += (b * chunks * H + h) * (8 * T)
     theta += (b * chunks * H + h) * 32
-    k_own = gl.arange(0, 32, gl.SliceLayout(0, A))
-    q_low = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
-    q_high = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
-    k_low = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
-    k_high = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
-    fetch_rows(q_low, q_high, queries, 0, length, G, R)
-    fetch_rows(k_low, k_high, keys, 0, length, G, R)
+    q_pairs = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
+    q_others = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
+    k_pairs = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
+    k_others = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
+    fetch_rows(q_pairs, q_others, queries, 0, length, G, R)
+    fetch_rows(k_pairs, k_others, keys, 0, length, G, R)
     learned = gl.allocate_shared_memory(gl.float32, [R * 512], FLAT)
     biases = learned._reinterpret(gl.float32, [4, R, 128], PLANE)
     weights = learned._reinterpret(gl.float32, [8, 64, R], PLANE)
-    LEARNED: gl.constexpr = gl.BlockedLayout([4], [32], [8], [0])
-    by_head += h * (R * 512) + gl.arange(0, R * 512, LEARNED)
-    async_copy.async_copy_global_to_shared(learned, by_head)
+    copied = gl.allocate_shared_memory(gl.float32, [16 * T], FLAT)._reinterpret(
+        gl.float32, [2, 8 * T], FLAT
+    )
+    x_copied = gl.allocate_shared_memory(kind, [T, 64], TILE)
+    z_copied = gl.allocate_shared_memory(kind, [T, 64], TILE)
+    speed = gl.allocate_shared_memory(gl.float32, [T, 32], PLANE)
+    theta_copied = gl.allocate_shared_memory(gl.float32, [32], FLAT)
+    fetch_flat(learned, by_head + h * (R * 512))
+    fetch_flat(copied.index(0), vectors)
+    fetch_flat(theta_copied, theta)
+    fetch_rates(speed, rate, 0, length, R)
+    fetch_values(x_copied, x, 0, length, x_l, R)
+    fetch_values(z_copied, z, 0, length, z_l, R)
     async_copy.commit_group()
-    shared_vectors = gl.allocate_shared_memory(gl.float32, [8 * T], FLAT)
-    at = shared_vectors._reinterpret(gl.float32, [8, TH, 8], PLANE)
-    by_token = shared_vectors._reinterpret(gl.float32, [8, T], FLAT)
     direct = gl.load(skip + h)
-    speed = rates(rate, 0, length, R)[0]
-    x_next, z_next = fetched(x, 0, length, x_l, R), fetched(z, 0, length, z_l, R)
-    next_vectors, next_theta = chunk_vectors(vectors, R), gl.load(theta + k_own)
     state, state_plain = gl.zeros([64, 64], gl.float32, MMA), gl.zeros([64, 64], gl.float32, MMA)
     for chunk in tl.range(chunks, disable_licm=True):
         first = chunk * T
-        shared_vectors.store(next_vectors)
-        x_t, z_t = in_columns(x_next, R).to(gl.float32), in_columns(z_next, R).to(gl.float32)
+        async_copy.wait_group(0)
+        gl.thread_barrier()
+        at = copied.index(chunk & 1)._reinterpret(gl.float32, [8, TH, 8], PLANE)
+        by_token = copied.index(chunk & 1)._reinterpret(gl.float32, [8, T], FLAT)
+        x_t, z_t = in_columns(x_copied, R), in_columns(z_copied, R)
         step = by_token.index(5).load(gl.SliceLayout(1, A))
-        c, s = angled(*turned(speed, step, next_theta, R), R)
+        angle = theta_copied.load(gl.SliceLayout(0, A))
+        c, s = angled(*turned(speed.load(A), step, angle, R), R)
         before = gl.allocate_shared_memory(kind, [64, 64], TILE)
         before_plain = gl.allocate_shared_memory(kind, [64, 64], TILE)
         before.store(state.to(kind))
@@ -100,39 +107,41 @@ def forward_sm90_kernel(  # type: ignore[no-untyped-def]
         v = gl.allocate_shared_memory(kind, [64, ROWS], TILE)
         v_t = x_t * weights_of(weights.index(4), R)
         v.store(flat(v_t, R).to(kind))
-        async_copy.wait_group(0)
-        gl.thread_barrier()
         q = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
         q_plain = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
         k = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
         k_plain = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
-        make_rows(q, q_plain, q_low, q_high, biases.index(0), c, s, R)
-        make_rows(k, k_plain, k_low, k_high, biases.index(1), c, s, R)
+        make_rows(q, q_plain, q_pairs, q_others, biases.index(0), c, s, R)
+        make_rows(k, k_plain, k_pairs, k_others, biases.index(1), c, s, R)
         weight, _, _ = between(at, starts, first, length, False, PACKED, R)
         hopper.fence_async_shared()
         gl.thread_barrier()
         # What the next chunk needs, or after the last one, its own again.
         more = gl.where(chunk + 1 == chunks, 0, 1)
         following = first + more * T
-        fetch_rows(q_low, q_high, queries, following, length, G, R)
-        fetch_rows(k_low, k_high, keys, following, length, G, R)
+        fetch_rows(q_pairs, q_others, queries, following, length, G, R)
+        fetch_rows(k_pairs, k_others, keys, following, length, G, R)
+        vectors += more * (H * 8 * T)
+        theta += more * (H * 32)
+        fetch_flat(copied.index((chunk + 1) & 1), vectors)
+        fetch_flat(theta_copied, theta)
+        fetch_rates(speed, rate, following, length, R)
+        fetch_values(x_copied, x, following, length, x_l, R)
+        fetch_values(z_copied, z, following, length, z_l, R)
         async_copy.commit_group()
         scores = product(k, q.permute([1, 0]))
         scores = added(k_plain, q_plain.permute([1, 0]), scores)
         y = product(before, q.permute([1, 0]))
         y = added(before_plain, q_plain.permute([1, 0]), y)
-        speed = rates(rate, following, length, R)[0]
-        x_next, z_next = (
-            fetched(x, following, length, x_l, R),
-            fetched(z, following, length, z_l, R),
-        )
-        vectors += more * (H * 8 * T)
-        theta += more * (H * 32)
-        next_vectors, next_theta = chunk_vectors(vectors, R), gl.load(theta + k_own)
-        scores = hopper.warpgroup_mma_wait(1, [scores])
+        if R == 4:
+            scores = hopper.warpgroup_mma_wait(1, [scores])
+        else:  # so that the weights take the memory of the queries, and two programs fit
+            done = hopper.warpgroup_mma_wait(0, [scores, y, before, before_plain, q, q_plain])
+            scores, y = done[0], done[1]
         mixing = gl.allocate_shared_memory(kind, [ROWS, ROWS], TILE)
         mixing.store(weighed(scores, weight, R).to(kind))
-        y = hopper.warpgroup_mma_wait(0, [y, before, before_plain, q, q_plain])[0]
+        if R == 4:
+            y = hopper.warpgroup_mma_wait(0, [y, before, before_plain, q, q_plain])[0]
         into = gl.expand_dims(gl.expand_dims(vector_of(at, 1, COLUMN), 0), 2)
         y = flat(columned(y, R) * into + direct * v_t, R)
         hopper.fence_async_shared()

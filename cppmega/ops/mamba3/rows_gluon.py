@@ -26,19 +26,20 @@ from cppmega.ops.mamba3.tiles_gluon import (
     angled,
     angles_layout,
     between,
-    chunk_vectors,
     columned,
     columns_layout,
+    fetch_columns,
+    fetch_flat,
     fetch_rows,
-    fetched,
+    fetch_values,
     flat,
     gated,
     half_layout,
     halves,
     in_columns,
     inside,
-    make_own,
     make_rows,
+    make_turned,
     product,
     rates,
     turned,
@@ -106,18 +107,33 @@ def rows_sm90_kernel(  # type: ignore[no-untyped-def]
     hopper.fence_async_shared()
     mbarrier.expect(arrived, 128 * 64 * 2)
     tma.async_copy_global_to_shared(states, [(offs_chunk * 128).to(gl.int32), 0], arrived, state)
-    low = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
-    high = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
-    own_low = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
-    own_high = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
-    fetch_rows(low, high, (queries if KEYS else keys) + group, first, length, G, R)
-    fetch_rows(own_low, own_high, (keys if KEYS else queries) + group, first, length, G, R)
+    pairs = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
+    plain = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
+    own_pairs = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
+    fetch_rows(pairs, plain, (queries if KEYS else keys) + group, first, length, G, R)
+    fetch_columns(own_pairs, (keys if KEYS else queries) + group, 0, 64, first, length, G, R)
     learned = gl.allocate_shared_memory(gl.float32, [R * 512], FLAT)
     biases = learned._reinterpret(gl.float32, [4, R, 128], PLANE)
     weights = learned._reinterpret(gl.float32, [8, 64, R], PLANE)
-    LEARNED: gl.constexpr = gl.BlockedLayout([4], [32], [8], [0])
-    by_head += g * HEADS * (R * 512) + gl.arange(0, R * 512, LEARNED)
-    async_copy.async_copy_global_to_shared(learned, by_head)
+    copied = gl.allocate_shared_memory(gl.float32, [16 * T], FLAT)._reinterpret(
+        gl.float32, [2, 8 * T], FLAT
+    )
+    x_copied = gl.allocate_shared_memory(kind, [T, 64], TILE)
+    z_copied = gl.allocate_shared_memory(kind, [T, 64], TILE)
+    do_copied = gl.allocate_shared_memory(kind, [T, 64], TILE)
+    theta_copied = gl.allocate_shared_memory(gl.float32, [32], FLAT)
+    x += b * x_b + g * (HEADS * 64)
+    z += b * z_b + g * (HEADS * 64)
+    do += (b * length * H + g * HEADS) * 64
+    by_head += g * HEADS * (R * 512)
+    vectors += offs_chunk * (8 * T)
+    theta += offs_chunk * 32
+    fetch_flat(learned, by_head)
+    fetch_flat(copied.index(0), vectors)
+    fetch_flat(theta_copied, theta)
+    fetch_values(x_copied, x, first, length, x_l, R)
+    fetch_values(z_copied, z, first, length, z_l, R)
+    fetch_values(do_copied, do, first, length, H * 64, R)
     async_copy.commit_group()
     own = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
     other = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
@@ -136,30 +152,19 @@ def rows_sm90_kernel(  # type: ignore[no-untyped-def]
         following = gl.load(starts + gl.minimum(t_own + 1, length - 1))
         ends = gl.expand_dims(following == t_own + 1, 1) & (gl.full([T, 32], 0, gl.int32, A) == 0)
     earlier = gl.expand_dims(begin < first, 1)
-    x += b * x_b + g * (HEADS * 64)
-    z += b * z_b + g * (HEADS * 64)
-    do += (b * length * H + g * HEADS) * 64
-    x_next = fetched(x, first, length, x_l, R)
-    z_next = fetched(z, first, length, z_l, R)
-    do_next = fetched(do, first, length, H * 64, R)
-    vectors += offs_chunk * (8 * T)
-    next_vectors = chunk_vectors(vectors, R)
-    theta += offs_chunk * 32
-    next_theta = gl.load(theta + k_own)
-    shared_vectors = gl.allocate_shared_memory(gl.float32, [8 * T], FLAT)
-    at = shared_vectors._reinterpret(gl.float32, [8, TH, 8], PLANE)
     for head in tl.range(HEADS, disable_licm=True):
-        shared_vectors.store(next_vectors)
-        x_t, z_t = in_columns(x_next, R).to(gl.float32), in_columns(z_next, R).to(gl.float32)
-        do_t = inside(in_columns(do_next, R), first, length, R)
-        step = shared_vectors._reinterpret(gl.float32, [8, T], FLAT).index(5)
-        step = step.load(gl.SliceLayout(1, A))
-        cos, sin = turned(speed, step, next_theta, R)
-        c, s = angled(cos, sin, R)
         async_copy.wait_group(0)
         gl.thread_barrier()
-        make_rows(other, other_plain, low, high, biases.index(0 if KEYS else 1), c, s, R)
-        make_own(own, own_low, own_high, biases.index(1 if KEYS else 0), c, s, R)
+        at = copied.index(head & 1)._reinterpret(gl.float32, [8, TH, 8], PLANE)
+        by_token = copied.index(head & 1)._reinterpret(gl.float32, [8, T], FLAT)
+        x_t, z_t = in_columns(x_copied, R), in_columns(z_copied, R)
+        do_t = inside(in_columns(do_copied, R), first, length, R)
+        step = by_token.index(5).load(gl.SliceLayout(1, A))
+        angle = theta_copied.load(gl.SliceLayout(0, A))
+        cos, sin = turned(speed, step, angle, R)
+        c, s = angled(cos, sin, R)
+        make_rows(other, other_plain, pairs, plain, biases.index(0 if KEYS else 1), c, s, R)
+        make_turned(own, own_pairs, biases.index(1 if KEYS else 0), c, s, R)
         COLUMN: gl.constexpr = without(C, 0, 2)
         share = vector_of(at, 1, COLUMN)
         if KEYS:
@@ -180,22 +185,22 @@ def rows_sm90_kernel(  # type: ignore[no-untyped-def]
         # Copies for the next head; for the last one, its own again.
         after = gl.where(head + 1 == HEADS, 0, 1)
         by_head += after * (R * 512)
-        async_copy.async_copy_global_to_shared(learned, by_head)
-        async_copy.commit_group()
-        products = product(dy.permute([1, 0]), v) if KEYS else product(v.permute([1, 0]), dy)
-        mbarrier.wait(arrived, head & 1, deps=[state])
-        d_tile = product(state.slice(0, 64).permute([1, 0]), left)
-        d_plain = product(state.slice(64, 64).permute([1, 0]), left)
         x += after * 64
         z += after * 64
         do += after * 64
         vectors += after * (8 * T)
         theta += after * 32
-        x_next = fetched(x, first, length, x_l, R)
-        z_next = fetched(z, first, length, z_l, R)
-        do_next = fetched(do, first, length, H * 64, R)
-        next_vectors = chunk_vectors(vectors, R)
-        next_theta = gl.load(theta + k_own)
+        fetch_flat(learned, by_head)
+        fetch_flat(copied.index((head + 1) & 1), vectors)
+        fetch_flat(theta_copied, theta)
+        fetch_values(x_copied, x, first, length, x_l, R)
+        fetch_values(z_copied, z, first, length, z_l, R)
+        fetch_values(do_copied, do, first, length, H * 64, R)
+        async_copy.commit_group()
+        products = product(dy.permute([1, 0]), v) if KEYS else product(v.permute([1, 0]), dy)
+        mbarrier.wait(arrived, head & 1, deps=[state])
+        d_tile = product(state.slice(0, 64).permute([1, 0]), left)
+        d_plain = product(state.slice(64, 64).permute([1, 0]), left)
         products = hopper.warpgroup_mma_wait(2, [products, v, dy])[0]
         d_scores = gl.allocate_shared_memory(kind, [ROWS, ROWS], TILE)
         d_scores.store(weighed(products, weight, R).to(kind))

@@ -313,8 +313,8 @@ def _parts(
     chunks, fp32 = problem.chunks, problem.operands.dt.new_empty
     named = {**problem.given(), "theta": theta, "do": do}
     states, gradients = (do.new_empty(b, chunks, heads, state * width) for _ in range(2))
-    states_kernel[(heads, b, 2)](**named, states=states, gradients=gradients, **_walking(do.device))
     sums = fp32(b, chunks, heads, 3 * rank * width)
+    states_kernel[(heads, b, 2)](**named, states=states, gradients=gradients, **_walking(do.device))
     if on_hopper(problem.inputs):
         from cppmega.ops.mamba3 import scan_hopper
 

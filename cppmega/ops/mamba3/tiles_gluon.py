@@ -41,8 +41,8 @@ def _layout(R: int, axes: str, regs: str, lanes: str, warps: str) -> Any:
     Args:
         R: ranks.
         axes: letters of its axes: m and n number the rows of a chunk and become three axes,
-            `(t // 8, r, t % 8)`; k numbers 32 pairs, p and c 64 values or columns, r ranks, and
-            - is a chunk's rows in one axis.
+            `(t // 8, r, t % 8)`; k numbers 32 pairs, p and c 64 values or columns, r ranks, t
+            tokens, and - is a chunk's rows in one axis.
         regs: what a thread's registers hold, as letters with bits of their numbers.
         lanes: the same of a warp's threads.
         warps: the same of the warps; a dot where all hold the same.
@@ -52,7 +52,7 @@ def _layout(R: int, axes: str, regs: str, lanes: str, warps: str) -> Any:
     starts: dict[str, int] = {}
     for axis in axes:
         starts[axis] = len(shape)
-        sizes = {"k": [32], "p": [64], "c": [64], "-": [64], "r": [R]}
+        sizes = {"k": [32], "p": [64], "c": [64], "-": [64], "r": [R], "t": [64 // R]}
         shape += sizes.get(axis, [64 // R // 8, R, 8])
     parts = []
     for codes in (regs, lanes, warps):
@@ -84,6 +84,13 @@ def columns_layout(R: int) -> Any:
 
 
 @gluon.constexpr_function  # type: ignore[untyped-decorator]
+def tokens_layout(R: int) -> Any:
+    """Of a head's values, `[64, T]`, as a product's columns need them."""
+    regs, warps = ("t0 p3", "p4 p5 t3") if R == 4 else ("t0 p3 t3", "p4 p5 t4")
+    return _layout(R, "pt", regs, "t1 t2 p0 p1 p2", warps)
+
+
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
 def half_layout(R: int) -> Any:
     """Of one element of each pair in a product whose columns are rows, `[32, T / 8, R, 8]`."""
     return _layout(R, "km", "m0 m3 m4", "m1 m2 k0 k1 k2", "k3 k4 m5")
@@ -92,13 +99,13 @@ def half_layout(R: int) -> Any:
 @gluon.constexpr_function  # type: ignore[untyped-decorator]
 def rotation_layout(R: int) -> Any:
     """Of a quarter of the columns of a chunk's rows, `[T / 8, R, 8, 32]`."""
-    return _layout(R, "mk", "k0 k1 m3", "k2 k3 k4 m0 m1", "m2 m4 m5")
+    return _layout(R, "mk", "k0 k1 m3", "k2 k3 k4 m0 m2", "m1 m4 m5")
 
 
 @gluon.constexpr_function  # type: ignore[untyped-decorator]
 def raw_layout(R: int) -> Any:
     """Of half of the columns, `[64, 64]`: for each quarter that of rotations."""
-    return _layout(R, "-c", "c0 c1 -3 c5", "c2 c3 c4 -0 -1", "-2 -4 -5")
+    return _layout(R, "-c", "c0 c1 -3 c5", "c2 c3 c4 -0 -2", "-1 -4 -5")
 
 
 @gluon.constexpr_function  # type: ignore[untyped-decorator]
@@ -188,14 +195,22 @@ def rates(rate, first, length, R: gl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def fetch_rows(low, high, x, first, length, G: gl.constexpr, R: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Begin to copy both halves of the columns of a chunk's keys or queries to shared memory."""
+def fetch_columns(tile, x, start, apart, first, length, G: gl.constexpr, R: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Begin to copy 64 columns of a chunk's keys or queries to shared memory: 32 from the start,
+    and 32 that come so far after these."""
     m = gl.arange(0, ROWS, gl.SliceLayout(1, COPIED))
     t = gl.minimum(first + m // (8 * R) * 8 + m % 8, length - 1)
-    n = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, COPIED)), 0)
-    ptrs = x + gl.expand_dims(t * (R * G * 128) + m // 8 % R * (G * 128), 1) + n
-    async_copy.async_copy_global_to_shared(low, ptrs)
-    async_copy.async_copy_global_to_shared(high, ptrs + 64)
+    n = gl.arange(0, 64, gl.SliceLayout(0, COPIED))
+    n = start + n % 32 + n // 32 * apart
+    ptrs = x + gl.expand_dims(t * (R * G * 128) + m // 8 % R * (G * 128), 1)
+    async_copy.async_copy_global_to_shared(tile, ptrs + gl.expand_dims(n, 0))
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def fetch_rows(pairs, plain, x, first, length, G: gl.constexpr, R: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Begin to copy both elements of the pairs of a chunk's rows, and their other columns."""
+    fetch_columns(pairs, x, 0, 64, first, length, G, R)
+    fetch_columns(plain, x, 32, 64, first, length, G, R)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -218,9 +233,10 @@ def _bias_of(bias, start: gl.constexpr, R: gl.constexpr):  # type: ignore[no-unt
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def make_turned(tile, one, other, bias, c, s, R: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Store a rotated tile to shared memory, in the type of the tile."""
+def make_turned(tile, pairs, bias, c, s, R: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Store a rotated tile to shared memory, in the type of the tile, from the copied pairs."""
     kind: gl.constexpr = tile.dtype
+    one, other = _quarters(pairs, R)
     one, other = one + _bias_of(bias, 0, R), other + _bias_of(bias, 64, R)
     both = gl.join((one * c - other * s).to(kind), (one * s + other * c).to(kind))
     both = gl.permute(gl.reshape(both, [ROWS // R // 8, R, 8, 4, 8, 2]), [0, 1, 2, 3, 5, 4])
@@ -228,45 +244,51 @@ def make_turned(tile, one, other, bias, c, s, R: gl.constexpr):  # type: ignore[
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def make_rows(turned_tile, plain_tile, low, high, bias, c, s, R: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The same from the copied rows, with the tile of the other columns."""
+def make_rows(turned_tile, plain_tile, pairs, plain, bias, c, s, R: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The same, with the tile of the other columns."""
     kind: gl.constexpr = plain_tile.dtype
-    one, first = _quarters(low, R)
-    other, second = _quarters(high, R)
-    make_turned(turned_tile, one, other, bias, c, s, R)
+    make_turned(turned_tile, pairs, bias, c, s, R)
+    first, second = _quarters(plain, R)
     first, second = first + _bias_of(bias, 32, R), second + _bias_of(bias, 96, R)
     both = gl.permute(gl.join(first.to(kind), second.to(kind)), [0, 1, 2, 4, 3])
     plain_tile.store(gl.reshape(both, [ROWS, 64]))
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def make_own(tile, low, high, bias, c, s, R: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The rotated tile alone."""
-    one, _ = _quarters(low, R)
-    other, _ = _quarters(high, R)
-    make_turned(tile, one, other, bias, c, s, R)
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
-def chunk_vectors(vectors, R: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Load a head's vectors of a chunk, `[8 * T]`."""
-    return gl.load(vectors + gl.arange(0, 8 * ROWS // R, gl.BlockedLayout([1], [32], [8], [0])))
-
-
-@gluon.jit  # type: ignore[untyped-decorator]
-def fetched(x, first, length, per_token, R: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Load `[T, 64]` of a head's values, coalesced; after the end, those of the last token."""
+def fetch_values(shared, x, first, length, per_token, R: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Begin to copy `[T, 64]` of a head's values; after the end, those of the last token."""
     L: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [8, 1], [1, 0])
     t = gl.minimum(first + gl.arange(0, ROWS // R, gl.SliceLayout(1, L)), length - 1)
     p = gl.arange(0, 64, gl.SliceLayout(0, L))
-    return gl.load(x + (gl.expand_dims(t * per_token, 1) + gl.expand_dims(p, 0)))
+    ptrs = x + (gl.expand_dims(t * per_token, 1) + gl.expand_dims(p, 0))
+    async_copy.async_copy_global_to_shared(shared, ptrs)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
-def in_columns(x, R: gl.constexpr):  # type: ignore[no-untyped-def]
-    """`[64, T / 8, 1, 8]` of them in the layout of columns."""
-    x = gl.permute(gl.reshape(x, [ROWS // R // 8, 8, 64]), [2, 0, 1])
-    return gl.expand_dims(gl.convert_layout(x, without(columns_layout(R), 2)), 2)
+def in_columns(shared, R: gl.constexpr):  # type: ignore[no-untyped-def]
+    """`[64, T / 8, 1, 8]` of them, in fp32 and the layout of columns."""
+    x = shared.permute([1, 0]).load(tokens_layout(R))
+    x = gl.reshape(x, [64, ROWS // R // 8, 8])
+    return gl.expand_dims(gl.convert_layout(x, without(columns_layout(R), 2)), 2).to(gl.float32)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def fetch_rates(shared, rate, first, length, R: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Begin to copy a chunk's rates `[T, 32]`."""
+    L: gl.constexpr = angles_layout(R)
+    t = gl.minimum(first + gl.arange(0, ROWS // R, gl.SliceLayout(1, L)), length - 1)
+    k = gl.arange(0, 32, gl.SliceLayout(0, L))
+    ptrs = rate + (gl.expand_dims(t, 1) * 32 + gl.expand_dims(k, 0))
+    async_copy.async_copy_global_to_shared(shared, ptrs)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def fetch_flat(shared, x):  # type: ignore[no-untyped-def]
+    """Begin to copy values that follow each other."""
+    N: gl.constexpr = shared.shape[0]
+    SIZE: gl.constexpr = 4 if N >= 1024 else 1
+    at = gl.arange(0, N, gl.BlockedLayout([SIZE], [32], [8], [0]))
+    async_copy.async_copy_global_to_shared(shared, x + at)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]

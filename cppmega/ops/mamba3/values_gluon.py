@@ -26,11 +26,11 @@ from cppmega.ops.mamba3.tiles_gluon import (
     angled,
     angles_layout,
     between,
-    chunk_vectors,
     columned,
     columns_layout,
+    fetch_flat,
     fetch_rows,
-    fetched,
+    fetch_values,
     flat,
     gated,
     in_columns,
@@ -74,44 +74,45 @@ def values_sm90_kernel(  # type: ignore[no-untyped-def]
     row = (offs_chunk * 128).to(gl.int32)
     tma.async_copy_global_to_shared(states, [row, 0], arrived, state)
     tma.async_copy_global_to_shared(gradients, [row, 0], arrived, d_state)
-    q_low = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
-    q_high = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
-    k_low = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
-    k_high = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
+    q_pairs = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
+    q_others = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
+    k_pairs = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
+    k_others = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
     learned = gl.allocate_shared_memory(gl.float32, [R * 512], FLAT)
     biases = learned._reinterpret(gl.float32, [4, R, 128], PLANE)
     weights = learned._reinterpret(gl.float32, [8, 64, R], PLANE)
-    fetch_rows(q_low, q_high, queries + group, first, length, G, R)
-    fetch_rows(k_low, k_high, keys + group, first, length, G, R)
-    LEARNED: gl.constexpr = gl.BlockedLayout([4], [32], [8], [0])
-    by_head += h * (R * 512) + gl.arange(0, R * 512, LEARNED)
-    async_copy.async_copy_global_to_shared(learned, by_head)
-    async_copy.commit_group()
-    speed = rates(rate + b * length * 32, first, length, R)[0]
-    k_own = gl.arange(0, 32, gl.SliceLayout(0, A))
-    theta_own = gl.load(theta + offs_chunk * 32 + k_own)
+    fetch_rows(q_pairs, q_others, queries + group, first, length, G, R)
+    fetch_rows(k_pairs, k_others, keys + group, first, length, G, R)
     shared_vectors = gl.allocate_shared_memory(gl.float32, [8 * T], FLAT)
-    shared_vectors.store(chunk_vectors(vectors + offs_chunk * (8 * T), R))
     at = shared_vectors._reinterpret(gl.float32, [8, TH, 8], PLANE)
     by_token = shared_vectors._reinterpret(gl.float32, [8, T], FLAT)
-    x_t = fetched(x + b * x_b + h * 64, first, length, x_l, R)
-    z_t = fetched(z + b * z_b + h * 64, first, length, z_l, R)
-    do_t = fetched(do + offs_h, first, length, H * 64, R)
-    c, s = angled(*turned(speed, by_token.index(5).load(gl.SliceLayout(1, A)), theta_own, R), R)
+    x_copied = gl.allocate_shared_memory(kind, [T, 64], TILE)
+    z_copied = gl.allocate_shared_memory(kind, [T, 64], TILE)
+    do_copied = gl.allocate_shared_memory(kind, [T, 64], TILE)
+    fetch_flat(learned, by_head + h * (R * 512))
+    fetch_flat(shared_vectors, vectors + offs_chunk * (8 * T))
+    fetch_values(x_copied, x + b * x_b + h * 64, first, length, x_l, R)
+    fetch_values(z_copied, z + b * z_b + h * 64, first, length, z_l, R)
+    fetch_values(do_copied, do + offs_h, first, length, H * 64, R)
+    async_copy.commit_group()
+    speed = rates(rate + b * length * 32, first, length, R)[0]
+    theta_own = gl.load(theta + offs_chunk * 32 + gl.arange(0, 32, gl.SliceLayout(0, A)))
     async_copy.wait_group(0)
     gl.thread_barrier()
+    c, s = angled(*turned(speed, by_token.index(5).load(gl.SliceLayout(1, A)), theta_own, R), R)
+    x_t = in_columns(x_copied, R)  # at once, so that its memory is free for the tiles
     q = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
     q_plain = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
     k = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
     k_plain = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
-    make_rows(q, q_plain, q_low, q_high, biases.index(0), c, s, R)
-    make_rows(k, k_plain, k_low, k_high, biases.index(1), c, s, R)
+    make_rows(q, q_plain, q_pairs, q_others, biases.index(0), c, s, R)
+    make_rows(k, k_plain, k_pairs, k_others, biases.index(1), c, s, R)
     hopper.fence_async_shared()
     scores = product(k, q.permute([1, 0]))
     scores = added(k_plain, q_plain.permute([1, 0]), scores)
     # The values and the gradients of the output before the gate, with a column for each row.
-    x_t, z_t = in_columns(x_t, R).to(gl.float32), in_columns(z_t, R).to(gl.float32)
-    do_t = inside(in_columns(do_t, R), first, length, R)
+    z_t = in_columns(z_copied, R)
+    do_t = inside(in_columns(do_copied, R), first, length, R)
     v = gl.allocate_shared_memory(kind, [64, ROWS], TILE)
     dy = gl.allocate_shared_memory(kind, [64, ROWS], TILE)
     v.store(flat(x_t * weights_of(weights.index(4), R), R).to(kind))
