@@ -32,6 +32,7 @@ NAMES = {
     "input_embeddings_h200": ("input_embeddings", "table"),
     "linear_cross_entropy_h200": ("linear_cross_entropy", "page"),
     "linear_cross_entropy_pull_3345_h200": ("linear_cross_entropy", "page"),
+    "mamba3_alone_h200": ("mamba3", "table"),
     "mamba3_h200": ("mamba3", "table"),
     "mhc_h200": ("mhc", "page"),
     "mhc_training_h200": ("slices.mhc_training", "table"),
