@@ -77,6 +77,19 @@ def test_a_gpu_that_is_too_old_or_small_is_named(monkeypatch: pytest.MonkeyPatch
     assert "states of 256 x 64 need more shared memory than 99 KiB" in scan.obstacle(*wide)
 
 
+@pytest.mark.parametrize(("version", "known"), [("3.6.0", True), ("3.7.0", False)])
+def test_an_unknown_gluon_is_named(
+    version: str, known: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("triton.__version__", version)
+    monkeypatch.setattr(scan, "gpu_of", lambda device: Gpu((9, 0), LIMITS[90] << 10))
+    scan._gluon.cache_clear()
+    with caplog.at_level("INFO"):
+        assert scan.on_hopper(drawn(WHOLE._replace(length=2))[0]) == known
+    assert f"Triton is {version}" in caplog.text
+    scan._gluon.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("shape", "why"),
     [
