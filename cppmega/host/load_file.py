@@ -13,22 +13,11 @@ from types import CodeType, ModuleType
 from cppmega.host.containment import Failed, contained
 
 
-class FromSource(SourceFileLoader):
-    """Compile the current text of a file, without using bytecode on disk.
+class _FromSource(SourceFileLoader):
+    """Compile the current text of a file, with docstrings and assertions even under `python -OO`.
 
-    Python uses bytecode if the source's size and its time in seconds agree, and an edit can keep
-    both: the page would have a new revision but run its old code.
-    """
-
-    def get_code(self, fullname: str) -> CodeType:
-        code: CodeType = self.source_to_code(self.get_data(self.path), self.path)
-        return code
-
-
-class _Unoptimized(FromSource):
-    """Keep docstrings and assertions even under `python -OO`.
-
-    They are a page's header and its proof.
+    They are a page's header and its proof. Bytecode on disk is not used: Python uses it if the
+    source's size and its time in seconds agree, and an edit can keep both.
     """
 
     def get_code(self, fullname: str) -> CodeType:
@@ -50,7 +39,7 @@ class _SiblingFinder(MetaPathFinder):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.origin is not None and spec.loader is not None:
-            spec.loader = _Unoptimized(spec.name, spec.origin)
+            spec.loader = _FromSource(spec.name, spec.origin)
         return spec
 
 
@@ -84,7 +73,7 @@ def load(name: str, path: Path, failed: Failed, below: Sequence[str] | None = No
     spec = importlib.util.spec_from_file_location(
         name,
         path,
-        loader=_Unoptimized(name, str(path)),
+        loader=_FromSource(name, str(path)),
         submodule_search_locations=None if below is None else list(below),
     )
     assert spec is not None and spec.loader is not None

@@ -31,7 +31,7 @@ _READERS = {
     *("findsource", "getcomments", "linecache"),
 }
 """Names with which code reads docstrings or source, which are then part of its behavior."""
-LITERAL = re.compile(
+_LITERAL = re.compile(
     r"#[^\n]*"
     r'|"""[^"\\]*(?:(?:\\.|"(?!""))[^"\\]*)*"""'
     r"|'''[^'\\]*(?:(?:\\.|'(?!''))[^'\\]*)*'''"
@@ -152,20 +152,20 @@ def _strings_and_comments(text: str) -> tuple[set[int], list[_Cut]]:
     inside: set[int] = set()
     cuts: list[_Cut] = []
     row = at = 0
-    for found in LITERAL.finditer(text):
+    for found in _LITERAL.finditer(text):
         literal = found[0]
         row += text.count("\n", at, found.start())
         at = found.start()
         if literal[0] == "#":
             cuts.append((row, at - text.rfind("\n", 0, at) - 1, None, ""))
-        elif may_hold_literals(literal, text[max(at - 2, 0) : at]):
+        elif _may_hold_literals(literal, text[max(at - 2, 0) : at]):
             return _by_tokens(text)
         else:
             inside.update(range(row, row + literal.count("\n")))
     return inside, cuts
 
 
-def may_hold_literals(literal: str, before: str) -> bool:
+def _may_hold_literals(literal: str, before: str) -> bool:
     """Whether an f-string may hold strings or comments, so that it ends somewhere else.
 
     Args:
