@@ -57,6 +57,11 @@ def of_source(path: Path, data: bytes) -> Expected:
     return found
 
 
+def is_what_python_loads(path: Path, data: bytes) -> bool:
+    """Whether Python's own loader finds bytecode that was compared with this source before."""
+    return _LEDGER.knows(_bytecode(path)[1], data)
+
+
 def same_code(one: types.CodeType, other: types.CodeType) -> bool:
     """Whether two code objects run the same instructions.
 
@@ -134,13 +139,17 @@ def remember() -> None:
     _LEDGER.save()
 
 
-def _code(path: Path, data: bytes) -> tuple[types.CodeType, str]:
+def _bytecode(path: Path) -> tuple[Path, bytes]:
     cached = Path(importlib.util.cache_from_source(str(path)))
     try:
-        bytecode = cached.read_bytes()
+        return cached, cached.read_bytes()
     except OSError:
-        bytecode = b""
-    if bytecode and _LEDGER.knows(bytecode, data):
+        return cached, b""
+
+
+def _code(path: Path, data: bytes) -> tuple[types.CodeType, str]:
+    cached, bytecode = _bytecode(path)
+    if _LEDGER.knows(bytecode, data):
         held = marshal.loads(memoryview(bytecode)[pyc.HEADER :])
         assert isinstance(held, types.CodeType)
         return held, ""

@@ -110,6 +110,19 @@ _HELD: dict[str, object] = {}
 """Files that some check has vouched for, with the spec of that import: a later one is new code."""
 
 
+_FINE: dict[str, tuple[object, str, str]] = {}
+"""File that was in order -> its identity, import and entry of the receipt; owner; SHA-256."""
+
+
+def _identity(file: str) -> tuple[int, ...]:
+    """What changes with the content of a file, so that it need not be read again."""
+    try:
+        there = Path(file).stat()
+    except OSError:
+        return ()
+    return there.st_dev, there.st_ino, there.st_size, there.st_mtime_ns, there.st_ctime_ns
+
+
 def look(root: Path, receipt: Receipt) -> Judged:
     """Judge what this process has imported so far."""
     global _LAST
@@ -213,10 +226,18 @@ class _Judge:
 
     def _file(self, module: ModuleType, site: Path, path: str, file: str) -> list[CppmegaError]:
         """Judge the file that a module came from, as it was when it was imported, or is now."""
+        spec, there = getattr(module, "__spec__", None), _identity(file)
+        now = (there, spec, self._receipt.files.get(path))
+        known, owner, digest = _FINE.get(file, (None, "", ""))
+        if there and known == now:
+            self.judged.owners[path], self.judged.files[path] = owner, digest
+            self.judged.held[file] = spec
+            return []
         found = [*self._problems(module, site, path, file)]
-        spec = getattr(module, "__spec__", None)
         if not found:
             self.judged.held[file] = spec
+            if path in self.judged.owners and path not in self.judged.edits:
+                _FINE[file] = (now, self.judged.owners[path], self.judged.files[path])
         elif spec is not None and _HELD.get(file) is spec:
             self.judged.replaced += found
         return found

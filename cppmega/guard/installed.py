@@ -22,6 +22,8 @@ class Installed:
     original: Any
     """The former entry of the owner's `__dict__`, descriptors included."""
     replacement: Any
+    alone: bool = False
+    """Whether a check has found that nothing else holds the original."""
 
 
 @dataclass

@@ -17,7 +17,7 @@ import sysconfig
 import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from typing import Any, Literal
 
@@ -115,14 +115,23 @@ def watch(patched: Iterable[Path], own: Iterable[str]) -> None:
     """
     if not _WATCHED.hooked:
         _WATCHED.hooked = True
-        import_hook.add(import_hook.Hook(wants=_is_watched, after=record))
+        import_hook.add(import_hook.Hook(wants=_is_watched, after=_executed))
     _WATCHED.patched = {os.path.realpath(path) for path in patched}
     _WATCHED.basenames = {path.rpartition("/")[2] for path in _WATCHED.patched}
     _WATCHED.own = set(own)
 
 
-def record(module: types.ModuleType) -> None:
-    """Record a module as it is now, if it is a watched one that its import has filled."""
+def _executed(module: types.ModuleType) -> None:
+    _record(module, now=True)
+
+
+def _record(module: types.ModuleType, *, now: bool) -> None:
+    """Record a module as it is, if its import has filled it.
+
+    Args:
+        module: the module.
+        now: whether its body has just run, so that nothing else can have changed it.
+    """
     if type(module) is not types.ModuleType:
         return  # a lazy module: it is recorded when something has used it
     file = vars(module).get("__file__")
@@ -137,14 +146,22 @@ def record(module: types.ModuleType) -> None:
         earlier.bound = False
     kind: Kind = "ours" if module.__name__ in _WATCHED.own else "other"
     kind = "patched" if _is_patched(file) else kind
-    new = Record(kind, file, module, expected.of_source(Path(file), data))
+    source = Path(file)
+    known = (
+        now
+        and kind == "other"
+        and type(getattr(module, "__loader__", None)) is SourceFileLoader
+        and expected.is_what_python_loads(source, data)
+    )
+    code = Expected(installed.sha256(data)) if known else expected.of_source(source, data)
+    new = Record(kind, file, module, code)
     if kind == "other":
         new.functions = [*_functions(module)]
         new.aliases = {n: Pin(v) for n, v in vars(module).items() if isinstance(v, _NAMED)}
         new.wrong = [
             Change((*path, "(code)"), MISSING, code)
             for path, _, code in new.functions
-            if not (new.code.has(code) or _is_generated(code))
+            if not (known or new.code.has(code) or _is_generated(code))
         ]
     else:
         _pin(new)
@@ -351,7 +368,7 @@ def _unrecorded() -> Iterator[CppmegaError]:
             file = getattr(module, "__dict__", {}).get("__file__")
             if name in compared or name.partition(".")[0] in PACKAGES or _is_patched(file):
                 if isinstance(module, types.ModuleType):
-                    record(module)
+                    _record(module, now=False)
                 if name in compared and recorded(module) is None and not _is_lazy(module):
                     yield in_memory(name)
     for one in _WATCHED.records:

@@ -96,7 +96,9 @@ def check() -> None:
                 f"find what assigns {item.name}; drop one of them, or, if it calls the page's "
                 f"replacement, --allow-wrapper {allowed.key(now)}",
             )
-        stale.refuse(item)
+        if not item.alone:  # nothing can take the original any more, and the search takes its time
+            stale.refuse(item)
+            item.alone = True
 
 
 def _is_in_place(item: Installed, now: Any) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cppmega.guard import expected, import_hook, modules
+from cppmega.guard import expected, files, import_hook, modules
 from cppmega.tree import pyc
 from tests.guard.sites import FILES, Site
 from tests.support.made import dist_info
@@ -24,6 +24,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.setattr(expected, "_LEDGER", pyc.Ledger(tmp_path / "cache"))
     monkeypatch.setattr(modules, "_WATCHED", modules._Watched())
     monkeypatch.setattr(import_hook, "_HOOKS", [])
+    monkeypatch.setattr(files, "_FINE", {})
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
