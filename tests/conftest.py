@@ -82,7 +82,7 @@ LONGEST = (
     "test_dsa_attention_gpus.py",
     "test_dsa_indexer.py",
     "test_child_processes.py",
-    "test_live_code.py",
+    "test_during_a_run.py",
     "test_live_torch.py",
     "test_linear_cross_entropy.py",
     "test_selective_fp8_moe.py",

@@ -15,8 +15,9 @@ from pathlib import Path
 from types import ModuleType
 
 from cppmega.errors import CppmegaError
-from cppmega.guard import expected, modules, swaps
-from cppmega.guard.modules import PACKAGES, in_memory
+from cppmega.guard import expected, imports, swaps
+from cppmega.guard.imports import PACKAGES
+from cppmega.guard.modules import in_memory
 from cppmega.overlay.receipt import Receipt
 from cppmega.page import Edit
 from cppmega.tree import accepted
@@ -51,8 +52,8 @@ def watch(root: Path, receipt: Receipt, edits: Mapping[str, Sequence[Edit]]) -> 
     own = {name for file in receipt.files.values() for name in file.runs}
     armed = (page for page in receipt.pages.values() if page.state == "armed")
     own |= {name for page in armed for name in page.reached}
-    modules.watch((root / path for path in {*receipt.files, *runtime}), own)
-    swaps.on_replacement(modules.expect)
+    imports.watch((root / path for path in {*receipt.files, *runtime}), own)
+    swaps.on_replacement(imports.expect)
 
 
 @dataclass
@@ -73,7 +74,7 @@ class Judged:
 
     def take_ours(self) -> None:
         """Compare the files of this package with those that were imported."""
-        for one in modules.ours():
+        for one in imports.ours():
             file, name = Path(one.path), one.module.__name__
             now = sha256(file.read_bytes()) if file.is_file() else ""
             self.files[name], self.owners[name] = one.code.digest, "cppmega"
@@ -254,7 +255,7 @@ class _Judge:
             file: the path of the file as Python has it.
         """
         tree = self._trees.setdefault(site, Tree(site))
-        data, imported = tree.read(path), modules.recorded(module)
+        data, imported = tree.read(path), imports.recorded(module)
         if data is None or (imported is not None and sha256(data) != imported.code.digest):
             carries = self._carries(path)
             yield _changed(file, f"It has changed since this process imported it.{carries}")

@@ -24,9 +24,9 @@ from cppmega.guard import (
     children,
     files,
     import_hook,
+    imports,
     interpreter,
     ledger,
-    modules,
     ranks,
     reached,
     reached_marks,
@@ -371,7 +371,7 @@ def _watch_megatron() -> None:
     def wrap(module: ModuleType) -> None:
         # train() looks these names up in its own module, so replacing them there is enough.
         for name, (before, after) in around.items():
-            modules.replace(module, name, _around(getattr(module, name), before, after))
+            imports.replace(module, name, _around(getattr(module, name), before, after))
 
     import_hook.add(import_hook.Hook(import_hook.named(_TRAINING), after=wrap))
 

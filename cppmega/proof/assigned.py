@@ -11,5 +11,5 @@ def replace(owner: Any, name: str, new: Any) -> None:
 
     Importing the guard would make its code a part of every page that is proved on a CPU.
     """
-    guarded = sys.modules.get(f"{__name__.partition('.')[0]}.guard.modules")
+    guarded = sys.modules.get(f"{__name__.partition('.')[0]}.guard.imports")
     (setattr if guarded is None else guarded.replace)(owner, name, new)

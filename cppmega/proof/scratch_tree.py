@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from cppmega.guard.modules import PACKAGES
+from cppmega.guard.imports import PACKAGES
 from cppmega.overlay.plan import Plan
 from cppmega.proof import mutant
 from cppmega.proof.messages import Side

@@ -17,7 +17,7 @@ from cppmega import calls, guard
 from cppmega.catalogue import megatron_args
 from cppmega.errors import CppmegaError
 from cppmega.features.dsa import loss_schedule as dsa_loss_schedule
-from cppmega.guard import modules
+from cppmega.guard import imports
 from cppmega.host.wording import counted
 from cppmega.overlay import receipt
 from cppmega.overlay import record as overlay_record
@@ -183,9 +183,9 @@ def _install_hooks(
         scalars=to_megatrons_writers,
     )
     replaced = log.around(training.print_rank_last, last_rank)
-    modules.replace(training, "print_rank_last", replaced)
+    imports.replace(training, "print_rank_last", replaced)
     finalize = experts.around(training.finalize_model_grads)
-    modules.replace(training, "finalize_model_grads", finalize)
+    imports.replace(training, "finalize_model_grads", finalize)
     complete, marks = Completeness(plan.recipe), rank_progress.of_this_rank()
     # Graphs refuse modules with hooks.
     calls = ModuleCalls(bool(args.overlap_param_gather) and graphs == "none")
@@ -202,13 +202,13 @@ def _install_hooks(
         garbage.after_step()
 
     named = nonfinite.around_train_step(training.train_step, begin, ended)
-    modules.replace(training, "train_step", profiler.around(named))
+    imports.replace(training, "train_step", profiler.around(named))
     mock, metrics_file = plan.options.mock_data, plan.options.metrics
     evaluation = Evaluation(step, held_out, mock=mock, metrics=metrics_file, writes=last_rank)
-    modules.replace(training, "evaluate_and_print_results", evaluation.evaluate)
+    imports.replace(training, "evaluate_and_print_results", evaluation.evaluate)
     # In every release, Megatron passes it the arguments of the run that wrote the checkpoint.
     check = comparing_overlays(checkpointing.check_checkpoint_args, _record(plan))
-    modules.replace(checkpointing, "check_checkpoint_args", check)
+    imports.replace(checkpointing, "check_checkpoint_args", check)
 
 
 def most_of_all_ranks(value: float) -> float:

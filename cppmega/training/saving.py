@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from cppmega.checkpoints import removal, tracker
 from cppmega.errors import CppmegaError
-from cppmega.guard import modules
+from cppmega.guard import imports
 from cppmega.host import durable
 
 
@@ -150,10 +150,10 @@ def install(training: Any, checkpointing: Any, saves: Saves | None) -> None:
     storage = getattr(checkpointing, "maybe_msc", None)  # since 0.19
     if storage is None:
         opened = replacing_tracker(checkpointing.open_file)
-        modules.replace(checkpointing, "open_file", opened)
+        imports.replace(checkpointing, "open_file", opened)
     else:
         storage.open = replacing_tracker(storage.open)
     if saves is not None:
         save, finalize = training.save_checkpoint, training.maybe_finalize_async_save
-        modules.replace(training, "save_checkpoint", saves.around_save(save))
-        modules.replace(training, "maybe_finalize_async_save", saves.around_finalize(finalize))
+        imports.replace(training, "save_checkpoint", saves.around_save(save))
+        imports.replace(training, "maybe_finalize_async_save", saves.around_finalize(finalize))

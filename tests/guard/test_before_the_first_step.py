@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.guard.bench import Bench
-from tests.guard.files import FILES
+from tests.guard.made_files import FILES
 from tests.support import made
 
 pytestmark = pytest.mark.slow

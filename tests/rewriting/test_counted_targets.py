@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cppmega.errors import CppmegaError
-from cppmega.guard import files, modules
+from cppmega.guard import files, imports, modules
 from tests.support.lab import TARGET, A, Lab
 
 _EITHER = b"""\
@@ -66,11 +66,11 @@ def test_live_code_may_be_that_of_either_branch(lab: Lab, monkeypatch: pytest.Mo
     lab.page(target=f"{TARGET}#2", edit='replacing("x + x + 0", "3 * x")')
     lab.wheel()
     assert lab.apply().ok
-    for name in [n for n in sys.modules if n.partition(".")[0] in modules.PACKAGES]:
+    for name in [n for n in sys.modules if n.partition(".")[0] in imports.PACKAGES]:
         monkeypatch.delitem(sys.modules, name)  # another test's megatron is not this tree's
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    monkeypatch.setattr(modules, "_WATCHED", modules._Watched())
+    monkeypatch.setattr(imports, "WATCHED", imports.Watched())
     files.only_from(lab.root)
     files.watch(lab.root, lab.receipt(), {})
     module = importlib.import_module("megatron.core.a")

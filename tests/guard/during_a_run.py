@@ -1,6 +1,6 @@
 """A script that puts other code in place of the proved one, each time in another way.
 
-Started by `cppmega.run` on the tree of `test_live_code.py`. A scene changes something, says
+Started by `cppmega.run` on the tree of `test_during_a_run.py`. A scene changes something, says
 so with `yield`, and puts it back; the guard looks in between and afterwards. Prints what it said.
 """
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.guard.bench import Bench
-from tests.guard.files import FILES
+from tests.guard.made_files import FILES
 from tests.support import made
 
 pytestmark = pytest.mark.slow
@@ -53,7 +53,7 @@ WRONG = {
     "loaded_by_path": "Module second_thing was created from",
     "file_changed_on_disk": "since this process imported it. It carries double_doubles.",
 }
-"""Scene of `attacks` -> what the guard must say."""
+"""Scene of `during_a_run` -> what the guard must say."""
 FINE = (
     *("fine_imported_again", "fine_reloaded", "fine_under_another_name", "fine_state"),
     *("fine_vouched", "fine_subclass", "before"),
@@ -81,7 +81,7 @@ def at_run_time(pages: Path) -> None:
 
 @pytest.fixture(scope="module")
 def found(bench: Bench) -> dict[str, tuple[str, str]]:
-    ((code, out, err),) = bench.run(bench.folder / "root", script=HERE / "attacks.py")
+    ((code, out, err),) = bench.run(bench.folder / "root", script=HERE / "during_a_run.py")
     assert code == 0, err
     return json.loads(out.partition("FOUND ")[2])
 
