@@ -41,7 +41,9 @@ from cppmega.overlay.verbs import Session
 from cppmega.recipe import Recipe
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.run_options import RunOptions
-from cppmega.training import plan, requirements
+from cppmega.rules import starts
+from cppmega.training import plan
+from cppmega.training.requirements import Start
 
 NAME = "overlay"
 CHECKPOINTS = "checkpoints"
@@ -159,7 +161,7 @@ def _layout(recipe: Recipe) -> tuple[int, ...]:
 
 
 def check_start(recipe: Recipe, options: RunOptions, site: Path) -> None:
-    requirements.check_profile(recipe, options)
+    Start(recipe, options).check(*starts.PROFILE)
     plan.check_files(recipe, options, Session(site))
 
 
