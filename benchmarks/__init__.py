@@ -7,8 +7,8 @@
 
 A page in `results` calls a script by the name that it had when the page was written:
 `whole_rows.py` is `whole/rows.py`, `slice_turns.py` is `slices/turns.py`, and a part of a family is
-a command of it, as `dsa_attention sharing` is. What chose between designs that are gone now, such
-as `linear_cross_entropy_stages.py`, is in the history.
+a command of it, as `dsa_attention sharing` is. A script that is gone, such as `mhc_upstream.py` or
+`graph_capture.py`, measured once and is in the history, at the latest in commit 36c1311.
 """
 
 from pathlib import Path

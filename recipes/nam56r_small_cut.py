@@ -1,7 +1,7 @@
 """NAM56R small: each kind of layer and input embedding, in twelve layers of one eighth the width.
 
-`benchmarks/whole/parts.py` trains it with and without a part, to show what the part does to the
-losses. Neither its speed nor its losses are those of NAM56R.
+It was trained with and without a part, to show what the part does to the losses
+(`benchmarks/results/nam56r_parts_h200.md`). Neither its speed nor its losses are those of NAM56R.
 """
 
 from cppmega.recipe.index import load

@@ -94,7 +94,7 @@ def runs(folder: Path = RESULTS) -> list[Run]:
         result = json.loads(path.read_text())
         if not isinstance(result, dict) or result.get("recipe") not in recipes_index.shipped():
             continue
-        # Those of `parts.py` share a GPU, so that they have no speed.
+        # Those of the benchmark `parts` share a GPU, so that they have no speed.
         if "runs" in result and result.get("benchmark") != "parts":
             recipe = recipes_index.with_text(
                 recipes_index.load(result["recipe"]), result["changes"]

@@ -69,15 +69,12 @@ class Bench:
         pages = trees.only(STARTS) if name == "stock" else ("--kind", "all")
         return trees.made(self.site, self.work / "trees" / name, *pages, *options)
 
-    def program(self, tree: Path) -> tuple[str, ...]:
-        """What torchrun starts in every rank, before the script and its arguments."""
-        return ("-m", "cppmega.run", "--megatron", str(tree))
-
     def start(self, name: str, tree: Path, *options: str) -> subprocess.Popen[bytes]:
         """Start a training run in a process group of its own."""
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc_per_node", str(self.recipe.gpus), *self.program(tree)),
+            *("--nproc_per_node", str(self.recipe.gpus)),
+            *("-m", "cppmega.run", "--megatron", str(tree)),
             str(REPOSITORY / "scripts" / "train.py"),
             *(self.recipe.name, "--data", str(self.data)),
             *("--data-cache", str(self.work / "cache"), "--metrics", str(self.metrics(name))),
@@ -187,10 +184,8 @@ def trained(bench: Any, name: str, tree: Path, *options: str) -> list[Row] | Non
 
 def profiled(steps: int, after: int, folder: Path) -> tuple[str, ...]:
     """The options of a run of which some steps are profiled."""
-    return (
-        *("--profile", str(steps), "--profile-after", str(after)),
-        *("--profile-folder", str(folder)),
-    )
+    words = {"--profile": steps, "--profile-after": after, "--profile-folder": folder}
+    return tuple(str(word) for option in words.items() for word in option)
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:

@@ -68,37 +68,21 @@ def applied(root: Path) -> tuple[str, ...]:
     return tuple(one["name"] for one in patches if one["state"] in ("applied", "armed"))
 
 
-def patch(
-    root: Path, only: Sequence[str] = (), environment: Mapping[str, str] = os.environ
-) -> dict[str, Any]:
-    """Apply these pages, or all of them, to a copy: its version and overlay digest."""
-    session = verbs.Session(root)
-    kinds = () if only else PURPOSES
-    outcome = verbs.apply(session, only=only, kinds=kinds, environment=environment)
-    assert outcome.ok, outcome.plan.failures
-    return {"megatron-core": session.read_tree().version, "overlay": outcome.digest}
-
-
 @contextmanager
 def overlaid(
     megatron: Path, only: Sequence[str] = (), environment: Mapping[str, str] = os.environ
 ) -> Iterator[dict[str, Any]]:
-    """A patched copy, from which this process then imports megatron: what `patch` returns."""
+    """A copy with these pages, or all, from which this process then imports megatron.
+
+    Yields:
+        The version of Megatron, and the digest of the overlay.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch) / "patched"
         copy(megatron, root)
-        facts = patch(root, only, environment)
+        session = verbs.Session(root)
+        kinds = () if only else PURPOSES
+        outcome = verbs.apply(session, only=only, kinds=kinds, environment=environment)
+        assert outcome.ok, outcome.plan.failures
         files.only_from(root)
-        yield facts
-
-
-@contextmanager
-def stock_and_patched(
-    megatron: Path, only: Sequence[str] = (), environment: Mapping[str, str] = os.environ
-) -> Iterator[tuple[dict[str, Path], dict[str, Any]]]:
-    """A pristine and a patched copy by name, and what `patch` returns."""
-    with tempfile.TemporaryDirectory() as scratch:
-        roots = {side: Path(scratch) / side for side in ("stock", "patched")}
-        for root in roots.values():
-            copy(megatron, root)
-        yield roots, patch(roots["patched"], only, environment)
+        yield {"megatron-core": session.read_tree().version, "overlay": outcome.digest}

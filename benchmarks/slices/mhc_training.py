@@ -9,8 +9,6 @@
     gpt     the recipe gpt_mhc_h200 (8 layers, C 4096): without streams, by the kernels, recomputed
             as one block and by blocks of 2 layers, and twice by the reference
     slice   the recipe nam56r_h200_slice_mhc, and the same without streams
-    dev     forward and backward of the GPT in Megatron's branch dev: without streams, by dev's
-            kernels and by ours, in one process (`mhc_dev_step.py`; needs --dev)
 
 Every run is a process, after which DIR/mhc_training_DEVICE.json and .md are written; at the end, a
 .png with the curves. A run that is in there is not repeated (`--again` does), so a call that came
@@ -48,7 +46,7 @@ from cppmega.recipe.memory import GIB
 
 PAGES = ("mhc_connections", "float16_keep_fp32")
 """Of the small models, beside which no other page may bend a curve."""
-_FIRST_GUESS = {"small": 60.0, "gpt": 120.0, "slice": 150.0, "dev": 120.0}
+_FIRST_GUESS = {"small": 60.0, "gpt": 120.0, "slice": 150.0}
 """Seconds that a run may take, until one of its part has shown how many."""
 _ONE_STREAM = ("mhc_num_residual_streams=1",)
 _RECOMPUTED = ("recompute_modules=('mhc',)",)
@@ -77,18 +75,12 @@ OF_RECIPE = (
     *("tflops_per_gpu_by_megatron", "peak_gib", "first_loss", "last_loss"),
 )
 """What a recipe's result has of its run; the curves are in the log."""
-LABELS = {
-    "small": tuple(SMALL),
-    **{part: tuple(runs) for part, runs in RUNS.items()},
-    "dev": ("step",),
-}
+LABELS = {"small": tuple(SMALL), **{part: tuple(runs) for part, runs in RUNS.items()}}
 """Part -> its runs, in their order."""
 REFERENCES = ("reference on the CPU", "reference", "again", "nudged")
 """Runs of plain torch, whose largest difference is the noise."""
 STREAMS, MOST = 4, 1.1
 """Streams of the recipes, and what recomputation may keep above them."""
-SHARE = 0.4
-"""Of the time that dev's kernels add to a step: what ours may add."""
 BLOCKS = {"recomputed": None, "recomputed by 2": 2}
 """Layers of a recomputed block; None: all."""
 
@@ -104,8 +96,6 @@ class Training:
     steps: int
     deadline: float
     again: bool = False
-    dev: Path | None = None
-    """A pristine checkout of Megatron's branch dev."""
 
     def __post_init__(self) -> None:
         has_gpu = torch.cuda.is_available()
@@ -123,9 +113,7 @@ class Training:
         }
 
     def wanted(self) -> dict[str, tuple[str, ...]]:
-        if self.device == "CPU":
-            return {"small": ON_CPU}
-        return {part: runs for part, runs in LABELS.items() if part != "dev" or self.dev}
+        return {"small": ON_CPU} if self.device == "CPU" else LABELS
 
     def left(self) -> float:
         return max(1.0, self.deadline - time.monotonic())
@@ -141,10 +129,7 @@ class Training:
                 return
             print(f"{name}: {label}", file=sys.stderr, flush=True)
             started = time.monotonic()
-            if name in RUNS:
-                found = self.trained(name, label)
-            else:
-                found = self.small(label) if name == "small" else self.step(label)
+            found = self.small(label) if name == "small" else self.trained(name, label)
             self.report[name][label] = {**found, "call": self.call, **self.beside(name)}
             taken.append(time.monotonic() - started)
             self.write()
@@ -166,27 +151,10 @@ class Training:
         if device == "cpu":
             # With more threads than idle cores, each small product would wait for the last one.
             variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "2"}
-        return self.said(f"small {label}", "small", self.site, PAGES, code, variables)
-
-    def step(self, label: str) -> dict[str, Any]:
-        assert self.dev is not None
-        code = "from benchmarks.slices import mhc_dev_step as s\ns.main()"
-        return self.said(f"dev {label}", "dev", self.dev, ("mhc_fused_kernels",), code, {})
-
-    def said(
-        self,
-        label: str,
-        tree: str,
-        pristine: Path,
-        pages: tuple[str, ...],
-        code: str,
-        variables: Mapping[str, str],
-    ) -> dict[str, Any]:
-        """What code prints as JSON, in a process that runs a tree with these pages alone."""
-        root = self.work / "trees" / tree
+        root = self.work / "trees" / "small"
         if not root.is_dir():
-            trees.made(pristine, root, *trees.only(pages))
-        log = self.out / f"{label.replace(' ', '-')}.log"
+            trees.made(self.site, root, *trees.only(PAGES))
+        log = self.out / f"small-{label.replace(' ', '-')}.log"
         return said(root, code, variables, log, self.left())
 
     def trained(self, part: str, label: str) -> dict[str, Any]:
@@ -255,9 +223,6 @@ def table(report: Mapping[str, Any]) -> Iterator[str]:
     }.items():
         if runs := report[part]:
             yield from ("", f"## {title}", "", *_speed(runs), "", *_curves(with_streams(runs)))
-    for step in report.get("dev", {}).values():
-        title = "## The GPT in Megatron's branch dev, 4 streams, bf16"
-        yield from ("", title, "", *in_dev(step))
 
 
 def with_streams(runs: Mapping[str, Any]) -> dict[str, Any]:
@@ -296,27 +261,6 @@ def _cost(name: str, run: Mapping[str, Any], base: Mapping[str, Any]) -> list[st
         more = ["another call" if math.isnan(time) else f"{time:+.1%}", f"{memory:+.2f}"]
     rate, peak = f"{run['tokens_per_second']:.0f}", f"{run['peak_bytes'] / GIB:.2f}"
     return [f"{run['milliseconds']:.1f}", more[0], rate, peak, more[1]]
-
-
-def in_dev(step: Mapping[str, Any]) -> Iterator[str]:
-    """A step without streams, by dev's kernels and by ours, and the target."""
-    runs = {name: step[name] for name in ("without", "dev", "ours")}
-    extra = {x: run["milliseconds"] - step["without"]["milliseconds"] for x, run in runs.items()}
-    columns = [("forward + backward, ms", ".1f"), ("more than without", ".1f")]
-    yield from results.table(
-        ["kernels", *columns, ("peak memory, GiB", ".2f"), ("loss", ".4f")],
-        (
-            [name, run["milliseconds"], extra[name], run["peak_bytes"] / GIB, run["loss"]]
-            for name, run in runs.items()
-        ),
-    )
-    share = extra["ours"] / extra["dev"]
-    yield ""
-    yield (
-        f"The streams take {share:.0%} of the time that they take with dev's kernels "
-        f"({step['backends']}); the target of {SHARE:.0%} is "
-        f"{'met' if share <= SHARE else 'missed'}."
-    )
 
 
 def kept(name: str, run: Mapping[str, Any], base: Mapping[str, Any], together: int | None) -> str:
@@ -360,18 +304,15 @@ def draw(report: Mapping[str, Any], target: Path) -> None:
 
 @click.command(help=__doc__)
 @results.places("Prepared dataset [Python's own sources].", required=False)
-@click.option("--dev", type=results.FOLDER, help="Pristine checkout of Megatron's branch dev.")
 @click.option("--only", help=f"Parts, in this order [{','.join(LABELS)}].")
 @click.option("--minutes", default=28.0, show_default=True, help="Time limit of this call.")
 @click.option("--steps", default=50, show_default=True, help="Of every run.")
 @click.option("--again", is_flag=True, help="Repeat the runs that have a result.")
-def main(
-    places: Places, dev: Path | None, only: str | None, minutes: float, steps: int, again: bool
-) -> None:
+def main(places: Places, only: str | None, minutes: float, steps: int, again: bool) -> None:
     deadline = time.monotonic() + 60 * minutes
     chosen = results.chosen(only, LABELS, "parts")
     places.create()
-    training = Training(*places, steps, deadline, again, dev and dev.resolve())
+    training = Training(*places, steps, deadline, again)
     failed = False
     for name in chosen:
         try:

@@ -14,15 +14,12 @@ pytest.importorskip("torch")
 RESULTS = REPOSITORY / "benchmarks" / "results"
 BENCHMARKS = {
     "mhc_training": ("slices.report", "table"),
-    "parts": ("whole.parts", "report"),
-    "refusals": ("whole.refusals", "page"),
     "slice_training": ("slices.report", "table"),
     "whole_rows": ("whole.rows", "page"),
     "whole_training": ("whole.report", "page"),
 }
 """What writes the pages of a benchmark that its results name."""
 NAMES = {
-    "checkouts_in_turns_h100": ("checkouts_in_turns", "lines"),
     "cli": ("cli", "table"),
     "configurations": ("configurations", "table"),
     "dsa_attention_h200": ("dsa_attention", "table"),
@@ -36,7 +33,6 @@ NAMES = {
     "mamba3_h200": ("mamba3", "table"),
     "mhc_h200": ("mhc", "page"),
     "mhc_training_h200": ("slices.mhc_training", "table"),
-    "mhc_upstream": ("mhc_upstream", "table"),
     "mixer_curves_h100": ("slices.mixer_curves", "table"),
     "mixer_curves_h200": ("slices.mixer_curves", "table"),
     "nam56r_h200_1gpu": ("slices.report", "table"),  # one of many rows, as a run of its own
