@@ -47,10 +47,7 @@ CASES: dict[str, tuple[Shape, int]] = {
 }
 RIVALS = ("MIMO, 8 x 4096", "SISO, 8 x 4096")
 """Cases in which mamba-ssm is measured too; its MIMO kernels compile for minutes for each."""
-SCANS = (
-    *("mamba_mimo", "mamba3_siso"),
-    *("forward_", "states_", "values_", "rows_"),
-)
+SCANS = (*("mamba_mimo", "mamba3_siso"), *("forward_", "states_", "values_", "rows_"))
 """How the names of the kernels that multiply matrices begin."""
 CHUNK = {4: 16, 2: 32, 1: 64}
 TOLERANCE = 2e-2
