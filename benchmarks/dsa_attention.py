@@ -16,11 +16,10 @@ installed. Writes dsa_attention_h200.json and .md; with --only, the cases whose 
 measured and the others kept as they are in the file.
 
 `sharing` measures nine DSA layers: all Full, three Full and six Shared, and with keys that are
-given. The copy gets every page, with CPPMEGA_INDEX_CACHE=1. The layers are Megatron's DSAttention
-with its indexer, at NAM56R's sizes and in bf16, without the projections around them, which are the
-same in all ways; all take the same inputs. Timed are a forward of nine layers and the gradients of
-inputs and parameters; the ways take turns, and the median over the turns counts. Nine layers with
-given keys have no indexer, so two thirds of what they save are the time of six indexers. Writes
+given. The copy gets every page. The layers are Megatron's DSAttention with its indexer, at NAM56R's
+sizes and in bf16, without the projections around them; all take the same inputs, and turns. Timed
+are a forward of nine layers and the gradients of inputs and parameters. Layers with given keys have
+no indexer, so two thirds of what they save are the time of six indexers. Writes
 dsa_sharing_h200.json and .md: the share of that time that sharing saves.
 """
 
@@ -39,6 +38,7 @@ from unittest import mock
 
 import click
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness import results, trees
@@ -84,13 +84,9 @@ SHARING = {
 }
 TURNS, SEQUENCE, TOPK = 3, 4096, 256
 
-Tensors = tuple[torch.Tensor, ...]
-Way = Callable[[], torch.Tensor]
-Step = Callable[[], tuple[torch.Tensor | None, ...]]
-
-
-class DeclinedError(Exception):
-    """A way does not do a case."""
+Tensors = tuple[Tensor, ...]
+Way = Callable[[], Tensor]
+Step = Callable[[], tuple[Tensor | None, ...]]
 
 
 def inputs(case: dict[str, Any]) -> Tensors:
@@ -102,7 +98,7 @@ def inputs(case: dict[str, Any]) -> Tensors:
     sequence, batch, topk = case["sequence"], case.get("batch", 1), case.get("topk", TOPK)
     width, value = case["widths"]
 
-    def normal(*shape: int) -> torch.Tensor:
+    def normal(*shape: int) -> Tensor:
         return torch.randn(sequence, batch, *shape, generator=made, device="cuda")
 
     query = (normal(case["heads"], width) * case.get("gain", 1.0)).bfloat16()
@@ -125,12 +121,7 @@ def inputs(case: dict[str, Any]) -> Tensors:
 
 
 def by_hand(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    grad: torch.Tensor,
-    indices: torch.Tensor,
-    scale: float,
-    dtype: torch.dtype,
+    query: Tensor, key: Tensor, grad: Tensor, indices: Tensor, scale: float, dtype: torch.dtype
 ) -> Tensors:
     """Output and gradients over the gathered keys, 256 rows at a time."""
     value = grad.size(-1)
@@ -152,9 +143,9 @@ def by_hand(
     return out, dq, dkv
 
 
-def measured(work: Callable[[], Any], repeats: int = 10) -> dict[str, float]:
+def measured(work: Callable[[], Any]) -> dict[str, float]:
     """Milliseconds, and the peak in GiB above what was allocated before."""
-    milliseconds, peak = timed(work, repeats)
+    milliseconds, peak = timed(work, 10)
     return {"milliseconds": round(milliseconds, 3), "peak_gib": round(peak, 2)}
 
 
@@ -189,9 +180,7 @@ def ways(case: dict[str, Any], tensors: Tensors, megatron: dict[str, Any]) -> It
     yield "dense, flash", partial(flash, query, key, key[..., :value], scale)
 
 
-def dense(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-) -> torch.Tensor:
+def dense(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Causal attention to all keys, by the fastest backend of torch."""
     shape = query.shape[:3]
     q, k, v = (x.expand(*shape, x.size(3)).permute(1, 2, 0, 3) for x in (query, key, value))
@@ -199,9 +188,7 @@ def dense(
     return out.permute(2, 0, 1, 3)
 
 
-def flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-) -> torch.Tensor:
+def flash(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """The same by FlashAttention 2, which takes one width: zeros make the value as wide."""
     padded = torch.nn.functional.pad(value, (0, query.size(3) - value.size(3)))
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
@@ -217,7 +204,7 @@ def measure(case: dict[str, Any], megatron: dict[str, Any]) -> dict[str, Any]:
         if name not in case.get("without", ()):
             try:
                 row[name] = _of_way(way, tensors, None if "dense" in name else truth)
-            except (torch.OutOfMemoryError, DeclinedError) as error:
+            except (torch.OutOfMemoryError, NotImplementedError) as error:
                 row[name] = {"failed": str(error).split(".")[0]}
             torch.cuda.empty_cache()
     return row
@@ -229,7 +216,7 @@ def _of_way(way: Way, tensors: Tensors, truth: Any) -> dict[str, Any]:
     def both() -> Tensors:
         out = way()
         if out is None:
-            raise DeclinedError("declined")
+            raise NotImplementedError("declined")
         return (out.detach(), *torch.autograd.grad(out, (query, key), grad))
 
     first = both()
@@ -244,10 +231,8 @@ def _of_way(way: Way, tensors: Tensors, truth: Any) -> dict[str, Any]:
     with torch.no_grad():
         row["forward"] = measured(way)
     row["both"] = measured(both)
-    out = way()
-    backward = partial(torch.autograd.grad, out, (query, key), grad, retain_graph=True)
-    row["backward"] = measured(backward)
-    return row
+    backward = partial(torch.autograd.grad, way(), (query, key), grad, retain_graph=True)
+    return row | {"backward": measured(backward)}
 
 
 def _cells(result: dict[str, Any]) -> Iterator[str | list[Any]]:
@@ -316,7 +301,7 @@ class LayerInputs:
         width = latent + options["qk_pos_emb_head_dim"]
         made = torch.Generator(device).manual_seed(0)
 
-        def normal(*shape: int) -> torch.Tensor:
+        def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=made, device=device).bfloat16()
 
         self.query = normal(sequence, batch, heads, width).requires_grad_()
@@ -326,10 +311,10 @@ class LayerInputs:
         self.compressed = normal(sequence, batch, options["q_lora_rank"])
         self.gradient = normal(sequence, batch, heads * value)
 
-    def through(self, layer: Any) -> torch.Tensor:
+    def through(self, layer: Any) -> Tensor:
         from megatron.core.transformer.enums import AttnMaskType
 
-        out: torch.Tensor = layer(
+        out: Tensor = layer(
             *(self.query, self.key, None, None, self.hidden, self.compressed),
             attn_mask_type=AttnMaskType.causal,
             up_v_weight=self.up,
@@ -350,7 +335,7 @@ def nine_layers(name: str, inputs: LayerInputs, device: str, **options: Any) -> 
         kept = vars(here)
     leaves = [inputs.query, inputs.key, inputs.up, *(p for x in stack for p in x.parameters())]
 
-    def step() -> tuple[torch.Tensor | None, ...]:
+    def step() -> tuple[Tensor | None, ...]:
         with dsa_forward.forward() as here:
             for holder, keys in kept.items():
                 if isinstance(keys, ChainMap):
@@ -372,14 +357,11 @@ def measure_sharing(batch: int, **options: Any) -> dict[str, Any]:
     for _ in range(TURNS):
         for name, step in steps.items():
             turns[name].append(timed(step, 20))
-    found = {
-        name: {
-            "milliseconds": round(statistics.median(taken for taken, _ in rows), 3),
-            "turns": [round(taken, 3) for taken, _ in rows],
-            "peak_gib": round(max(peak for _, peak in rows), 2),
-        }
-        for name, rows in turns.items()
-    }
+    found: dict[str, dict[str, Any]] = {}
+    for name, rows in turns.items():
+        times, peaks = ([round(x, 3) for x in each] for each in zip(*rows, strict=True))
+        found[name] = {"milliseconds": statistics.median(times), "turns": times}
+        found[name]["peak_gib"] = round(max(peaks), 2)
     return {"ways": found, **saved({name: row["milliseconds"] for name, row in found.items()})}
 
 
@@ -387,30 +369,22 @@ def saved(milliseconds: Mapping[str, float]) -> dict[str, float]:
     """The time of six indexers, what sharing saves, and its share of that time."""
     indexers = (milliseconds[FULL] - milliseconds[GIVEN]) * 6 / 9
     less = milliseconds[FULL] - milliseconds[SHARED]
-    return {
-        "six_indexers": round(indexers, 3),
-        "saved": round(less, 3),
-        "share": round(less / indexers, 3),
-    }
+    found = {"six_indexers": indexers, "saved": less, "share": less / indexers}
+    return {name: round(value, 3) for name, value in found.items()}
 
 
 def sharing_table(result: dict[str, Any]) -> str:
+    cell = "{milliseconds} ({peak_gib})".format_map
+    rows = (
+        [name, *map(cell, row["ways"].values()), row["six_indexers"], row["saved"], row["share"]]
+        for name, row in result["cases"].items()
+    )
     return results.page(
         _head(result, "torch", "triton", "megatron-core", "overlay"),
         "Milliseconds of forward and backward of nine DSA layers at NAM56R's sizes, host time "
         f"included (median over {TURNS} turns), with the peak in GiB above inputs and weights; and "
         "the share of six indexers' time that sharing saves.",
-        results.table(
-            ["case", *PATTERNS, "six indexers", "saved", ("share", ".1%")],
-            (
-                [
-                    name,
-                    *(f"{x['milliseconds']} ({x['peak_gib']})" for x in row["ways"].values()),
-                    *(row["six_indexers"], row["saved"], row["share"]),
-                ]
-                for name, row in result["cases"].items()
-            ),
-        ),
+        results.table(["case", *PATTERNS, "six indexers", "saved", ("share", ".1%")], rows),
     )
 
 

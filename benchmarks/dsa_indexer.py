@@ -27,6 +27,7 @@ from typing import Any
 
 import click
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.harness import results
@@ -42,13 +43,10 @@ DEEPSEEK_4K = {"sequence": 4096, **DEEPSEEK}
 PRODUCTS = 790e12
 """Rate of bf16 products that floors assume, and bytes a second below."""
 COPY = 4.26e12
-
-
 PACKAGE = "megatron.core.transformer.experimental_attention_variant"
 
-Tensors = Sequence[torch.Tensor]
+Tensors = Sequence[Tensor]
 Call = Callable[[], Any]
-
 
 _ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 """A process group of one."""
@@ -63,20 +61,20 @@ class Megatron:
         self.patched_forward = patched and _loaded_beside(self.forward, patched)
 
     @staticmethod
-    def bounds(sequence: int) -> dict[str, torch.Tensor]:
-        """Causal, row by row."""
+    def bounds(sequence: int) -> tuple[Tensor, Tensor]:
+        """Causal, row by row: starts and ends."""
         rows = torch.arange(sequence, device="cuda", dtype=torch.int32)
-        return {"starts": torch.zeros_like(rows), "ends": rows + 1}
+        return torch.zeros_like(rows), rows + 1
 
-    def loss(self, sparse: bool, topk: int, scale: float) -> Callable[..., torch.Tensor]:
+    def loss(self, sparse: bool, topk: int, scale: float) -> Callable[..., Tensor]:
         """The path that DSA takes without kernels."""
 
-        def call(*tensors: torch.Tensor) -> torch.Tensor:
+        def call(*tensors: Tensor) -> Tensor:
             q, k, w, query, key = tensors
             size = q.size(0)
             mask = torch.full((size, size), -torch.inf, device="cuda").triu_(1)
             key = key.expand(-1, -1, query.size(2), -1)
-            found: torch.Tensor = self.dsa.FusedDSAIndexerLoss.apply(
+            found: Tensor = self.dsa.FusedDSAIndexerLoss.apply(
                 q, w, k, query, key, scale, topk, 1.0, mask, sparse, _GROUPS, None, None, None,
                 None, False, True,
             )[1]  # fmt: skip
@@ -84,17 +82,17 @@ class Megatron:
 
         return call
 
-    def streamed(self, topk: int, scale: float) -> Callable[..., torch.Tensor]:
+    def streamed(self, topk: int, scale: float) -> Callable[..., Tensor]:
         """TileLang's path with the sparse loss."""
 
-        def call(*tensors: torch.Tensor) -> torch.Tensor:
+        def call(*tensors: Tensor) -> Tensor:
             q, k, w, query, key = tensors
             found = self.tilelang.fused_qk_topk_lighting_with_streaming_sparse_kl(
-                q, k, w, topk, *self.bounds(q.size(0)).values(), 8192, query, key, scale, 1.0,
+                q, k, w, topk, *self.bounds(q.size(0)), 8192, query, key, scale, 1.0,
                 _GROUPS,
             )  # fmt: skip
             assert found is not None, "declined"
-            loss: torch.Tensor = found[1]
+            loss: Tensor = found[1]
             return loss
 
         return call
@@ -107,7 +105,7 @@ class Megatron:
         layer.config.dsa_indexer_rope_interleaved = rotary.gathered
         documents = None if rotary.documents is None else rotary.documents[0]
 
-        def call(q: torch.Tensor, k: torch.Tensor, w: torch.Tensor) -> Tensors:
+        def call(q: Tensor, k: Tensor, w: Tensor) -> Tensors:
             layer.index_head_dim = q.size(-1)
             turn = lambda x: self.dsa.rotate_activation(  # noqa: E731
                 self.dsa.DSAIndexer._apply_rope(layer, x, rotary.angles, 1.0, documents)
@@ -120,9 +118,7 @@ class Megatron:
     def choice(self, tensors: Tensors, topk: int) -> Call:
         """TileLang's scores and torch's top-k, in Megatron's loop."""
         bounds = self.bounds(tensors[0].size(0))
-        return lambda: self.tilelang.fused_qk_topk_lighting(
-            *tensors[:3], topk, *bounds.values(), 8192
-        )
+        return partial(self.tilelang.fused_qk_topk_lighting, *tensors[:3], topk, *bounds, 8192)
 
     def scores(self, forward: ModuleType, tensors: Tensors) -> Call:
         q, k, w = tensors[:3]
@@ -131,7 +127,7 @@ class Megatron:
         def each() -> None:
             for b in range(q.size(1)):
                 parts = (x[:, b].contiguous() for x in (q, k, w))
-                forward.indexer_fwd_interface(*parts, *bounds.values())
+                forward.indexer_fwd_interface(*parts, *bounds)
 
         return each
 
@@ -154,7 +150,7 @@ def inputs(batch: int, shape: dict[str, Any]) -> Tensors:
     (many, wide), key_heads = shape["attention"], shape.get("key_heads", 1)
     made = torch.Generator("cuda").manual_seed(0)
 
-    def normal(*size: int) -> torch.Tensor:
+    def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=made, device="cuda")
 
     rows = (heads, width), (width,), (heads,), (many, wide), (key_heads, wide)
@@ -174,10 +170,11 @@ def measured(call: Call, times: int = 10) -> dict[str, Any]:
         torch.cuda.empty_cache()
         return {"failed": str(error).split(".")[0]}
     on_device = torch.autograd.DeviceType.CUDA
+    launches = sum(event.device_type == on_device for event in seen.events())
     return {
         "milliseconds": round(milliseconds, 3),
         "peak_gib": round(peak, 2),
-        "launches": sum(event.device_type == on_device for event in seen.events()),
+        "launches": launches,
     }
 
 
@@ -191,9 +188,8 @@ def agreement(found: Tensors, want: Tensors, names: tuple[str, ...] = LOSS) -> d
 
 def choices(theirs: Megatron, batch: int, shape: dict[str, Any]) -> dict[str, Any]:
     tensors = inputs(batch, shape)
-    sq, topk, q = shape["sequence"], shape["topk"], tensors[0]
-    pairs = batch * sq * (sq + 1) / 2
-    products = 2 * pairs * shape["heads"] * shape["width"]
+    sq, topk = shape["sequence"], shape["topk"]
+    products = batch * sq * (sq + 1) * shape["heads"] * shape["width"]
     full = batch * sq * sq * 4
     row: dict[str, Any] = {
         "floor": round(1e3 * (products / PRODUCTS + full / COPY), 3),
@@ -204,8 +200,9 @@ def choices(theirs: Megatron, batch: int, shape: dict[str, Any]) -> dict[str, An
     if theirs.patched_forward:
         call = theirs.scores(theirs.patched_forward, tensors)
         row["TileLang with its parallel store, scores alone"] = measured(call, 3)
-    if q.size(0) == 4096:
-        stock = lambda: theirs.dsa._compute_index_scores(tensors[0], tensors[2], tensors[1])  # noqa: E731
+    if sq == 4096:
+        q, k, w = tensors[:3]
+        stock = partial(theirs.dsa._compute_index_scores, q, w, k)
         row["reference path, scores alone"] = measured(stock, 3)
     return row
 
@@ -214,7 +211,7 @@ def losses(theirs: Megatron, sparse: bool, batch: int, shape: dict[str, Any]) ->
     tensors = inputs(batch, shape)
     topk, scale = shape["topk"], shape["attention"][1] ** -0.5
 
-    def ours(repeatable: bool) -> Callable[..., torch.Tensor]:
+    def ours(repeatable: bool) -> Callable[..., Tensor]:
         loss = Loss(softmax_scale=scale, coefficient=1.0, sparse=sparse, repeatable=repeatable)
         return lambda *tensors: indexer_loss(*tensors, topk, loss).loss
 

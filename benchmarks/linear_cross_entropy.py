@@ -4,33 +4,29 @@
     python -m benchmarks.linear_cross_entropy compare --out DIR
     torchrun --nproc-per-node 2 -m benchmarks.linear_cross_entropy tp --out DIR
 
-`compare` begins with correctness, at a shape with ragged sizes: relative error of loss, dX and dW
-in the 2-norm against fp64, next to that of the unfused path, and a profile of the kernels that ran:
-an implementation whose own kernel is not among them, or whose errors are not near the unfused
-path's, ends the run. Confident tokens, whose target has a probability of 1 - 1e-2 to 1 - 1e-7, have
-a separate table of errors. Then, per shape, the median time of forward and backward, TFLOP/s
-counted as 6*N*H*V (three GEMMs over all tokens, regardless of what is computed), and peak memory
-twice: above the inputs, and above inputs plus the gradients dX and dW in the type of the inputs,
-which every implementation must return. Writes `linear_cross_entropy_h200.json` and `.md` (or
-`--name`) to DIR.
+`compare` begins with correctness, at a shape with ragged sizes: relative errors of loss, dX and dW
+against fp64, and a profile of the kernels that ran. An implementation whose own kernel is not among
+them, or whose errors are not near the unfused path's, ends the run. Tokens whose target has a
+probability of 1 - 1e-2 to 1 - 1e-7 have a separate table of errors. Then, per shape, the median
+time of forward and backward, TFLOP/s counted as 6*N*H*V (three GEMMs over all tokens, regardless of
+what is computed), and peak memory twice: above the inputs, and above inputs plus the gradients dX
+and dW in the type of the inputs, which every implementation must return. Data is random: logits of
+standard deviation 2, a tenth of the tokens masked. Writes `NAME.json` and `.md` to DIR.
 
 The implementations take turns, one step each in a shuffled order, because matrix work of more than
 about 50 ms runs into the card's power limit: all of them are timed at the same clocks. The header
 reports what a plain cuBLAS matrix product reaches in a short burst and after 2 s.
 
-Data is random: logits of standard deviation 2, a tenth of the tokens masked.
-
-Alternatives, if installed: Megatron's three losses on materialized logits, unfused ("stock", the
-same arithmetic in torch if megatron-core is missing, and the table says so),
+Rivals, if installed: Megatron's three losses on materialized logits, unfused ("stock", the same
+arithmetic in torch if megatron-core is missing, and the table says so),
 `--cross-entropy-fusion-impl native` and `te`; torch.compile of unfused torch, Liger mean and none,
 cut-cross-entropy with its filter off. With --pull-3345, also the Hopper kernels of that pull
 request of Megatron, from a checkout of it; they need nvidia-cutlass-dsl.
 
-`tp` splits the vocabulary over the GPUs of one host. First every rank compares loss, its dX (summed
-over the ranks) and its part of dW with fp64 at a small shape. Then the median time of forward and
-backward at N=32768, H=4096, V=131072 for the unfused path (Megatron's loss on the logits of the
-rank) and ours, TFLOP/s per GPU counted as 6*N*H*V/tp, and peak memory above inputs, dX and dW. Rank
-0 writes `linear_cross_entropy_tp<ranks>.json`.
+`tp` splits the vocabulary over the GPUs of one host, and compares the unfused path (Megatron's loss
+on the logits of the rank) with ours: every rank against fp64 at a small shape, then in time,
+TFLOP/s per GPU counted as 6*N*H*V/tp, and peak memory above inputs, dX and dW. Rank 0 writes
+`linear_cross_entropy_tp<ranks>.json`.
 """
 
 from __future__ import annotations
@@ -132,27 +128,22 @@ class Rival(NamedTuple):
     loss: Callable[[Case], Tensor]
     """The scalar loss of a case."""
     kernel: str | None = None
-    """Part of the name of a kernel that proves that it ran; None for unfused torch, whose proof is
-    that none of the others' kernels ran."""
+    """Part of the name of a kernel that proves that it ran; None: none of PROOFS may run."""
     repeats: int = 20
     """Timed runs."""
 
 
 def ours(leave_out: bool = False, **options: Any) -> Callable[[Case], Tensor]:
-    """The scalar loss by `linear_cross_entropy` with these options.
+    """The scalar loss by `linear_cross_entropy` with these options, whose backend must run.
 
-    Args:
-        leave_out: tell it how many tokens count.
-        options: of `linear_cross_entropy`; the backend is one of them, and must run.
+    With `leave_out` it is told how many tokens count.
     """
 
     def loss(case: Case) -> Tensor:
-        given = dict(options)
-        if options.get("upstream") == "weighted-scalar":
-            given["loss_weights"] = case.mask
-        if leave_out:
-            given["counted_tokens"] = case.counted
-        out = linear_cross_entropy(case.x, case.w, case.targets, **given)
+        weighted = options.get("upstream") == "weighted-scalar"
+        given: dict[str, Any] = {"loss_weights": case.mask} if weighted else {}
+        given |= {"counted_tokens": case.counted} if leave_out else {}
+        out = linear_cross_entropy(case.x, case.w, case.targets, **given, **options)
         if out.backend != options["backend"]:
             raise SystemExit(f"{options['backend']} was named, but {out.backend} ran")
         return case.reduce(out.loss)
@@ -161,9 +152,7 @@ def ours(leave_out: bool = False, **options: Any) -> Callable[[Case], Tensor]:
 
 
 PROMISED = {"backend": "triton", "upstream": "weighted-scalar"}
-OURS_IN_FP32 = Rival(
-    "bf16 inputs, fp32 arithmetic", ours(backend="reference", upstream="weighted-scalar")
-)
+IN_FP32 = ours(backend="reference", upstream="weighted-scalar")
 
 
 def _into_main_grad(case: Case) -> Tensor:
@@ -223,19 +212,16 @@ def _megatron() -> Iterator[Rival]:
         found = vocab_parallel_cross_entropy(case.logits(), case.targets, tp_group=group)
         return case.reduce(found)
 
-    core = version("megatron-core")
+    core, native = version("megatron-core"), sequence_first(fused_vocab_parallel_cross_entropy)
     yield Rival(f"stock (megatron-core {core})", unfused)
-    yield Rival(
-        f"native (megatron-core {core})", sequence_first(fused_vocab_parallel_cross_entropy)
-    )
+    yield Rival(f"native (megatron-core {core})", native)
     engine = version("transformer-engine")
     if engine is None:
         print("transformer-engine is not installed: its row is missing", file=sys.stderr)
         return
     from megatron.core.extensions.transformer_engine import te_parallel_cross_entropy
 
-    name = f"te (Transformer Engine {engine})"
-    yield Rival(name, sequence_first(te_parallel_cross_entropy))
+    yield Rival(f"te (Transformer Engine {engine})", sequence_first(te_parallel_cross_entropy))
 
 
 def _of_pull_3345(root: Path) -> Iterator[Rival]:
@@ -302,7 +288,7 @@ def check(everyone: list[Rival], hidden: int) -> list[dict[str, Any]]:
     """Errors against fp64, and the kernels that ran; raises SystemExit on a wrong one."""
     truth = exact(Case.random(2085, hidden, 32003))
     found: list[dict[str, Any]] = []
-    for rival in [*everyone, OURS_IN_FP32]:
+    for rival in [*everyone, Rival("bf16 inputs, fp32 arithmetic", IN_FP32)]:
         case = Case.random(2085, hidden, 32003)
         step(rival, case)
         if hasattr(case.w, "main_grad"):
@@ -365,15 +351,13 @@ def in_turns(everyone: list[Rival], case: Case, count: int) -> list[dict[str, An
     for rival in everyone:
         row = rows[rival.name] = {"name": rival.name, "tokens": tokens}
         row |= {"vocabulary": case.w.shape[0], "hidden": hidden, **dict.fromkeys(missing)}
-        row |= {"note": "", "spread": []}
         above = peak(rival, case.of_one())
-        if above is None:
-            row["note"] = "out of memory"
-            continue
-        row["above_inputs_gib"] = above / GIB
-        row["above_gradients_gib"] = (above - gradients) / GIB
-        fitting[rival.name] = rival, case.of_one()
-        torch.cuda.empty_cache()
+        row |= {"note": "out of memory" if above is None else "", "spread": []}
+        if above is not None:
+            row["above_inputs_gib"] = above / GIB
+            row["above_gradients_gib"] = (above - gradients) / GIB
+            fitting[rival.name] = rival, case.of_one()
+            torch.cuda.empty_cache()
     times: dict[str, list[float]] = {name: [] for name in fitting}
     for turn, name in rounds(fitting, count + 1):
         rival, own = fitting[name]
@@ -408,40 +392,32 @@ COLUMNS: list[str | tuple[str, str]] = [
 ]
 
 
-def table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Times and memory as lines of Markdown."""
-
-    def cells(row: dict[str, Any]) -> list[Any]:
-        case = [row["tokens"], row["vocabulary"], row["name"]]
-        if row["milliseconds"] is None:
-            return [*case, row["note"], None, None, None, None]
-        spread = "{:.2f}..{:.2f}".format(*row["spread"])
-        peaks = row["above_inputs_gib"], row["above_gradients_gib"]
-        return [*case, row["milliseconds"], spread, row["tflops"], *peaks]
-
-    return results.table(COLUMNS, map(cells, rows))
+def _cells(row: dict[str, Any]) -> list[Any]:
+    case = [row["tokens"], row["vocabulary"], row["name"]]
+    if row["milliseconds"] is None:
+        return [*case, row["note"], None, None, None, None]
+    spread = "{:.2f}..{:.2f}".format(*row["spread"])
+    peaks = row["above_inputs_gib"], row["above_gradients_gib"]
+    return [*case, row["milliseconds"], spread, row["tflops"], *peaks]
 
 
 def page(report: dict[str, Any]) -> str:
-
-    def errors(found: list[dict[str, Any]], form: str, **forms: str) -> Iterator[str]:
-        forms |= dict.fromkeys(ALLOWED, form)
-        rows = ([x if name in forms else str(x) for name, x in each.items()] for each in found)
-        return results.table([(name, forms.get(name, "")) for name in found[0]], rows)
-
-    confident = [
-        {"1 - p": each["1 - p"], "implementation": each["name"], **{x: each[x] for x in ALLOWED}}
-        for each in report["confident"]
-    ]
+    of_check = [(name, ".2e" if name in ALLOWED else "") for name in report["correctness"][0]]
+    checked = (
+        [x if isinstance(x, float) else str(x) for x in each.values()]
+        for each in report["correctness"]
+    )
+    of_sure = [("1 - p", ".0e"), "implementation", *((name, ".1e") for name in ALLOWED)]
+    sure = ([each[x] for x in ("1 - p", "name", *ALLOWED)] for each in report["confident"])
     return results.page(
         f"# Linear cross-entropy, forward and backward, bf16, H={report['hidden']}",
         "Written by `benchmarks/linear_cross_entropy.py`; its docstring says what is counted.",
         results.bullets(report["environment"]),
-        table(report["rows"]),
+        results.table(COLUMNS, map(_cells, report["rows"])),
         "Relative errors against fp64 at N=2085, V=32003, and the fused kernels that ran:",
-        errors(report["correctness"], ".2e"),
+        results.table(of_check, checked),
         "Relative errors of confident tokens against fp64 (bf16 logits around 20, exact):",
-        errors(confident, ".1e", **{"1 - p": ".0e"}),
+        results.table(of_sure, sure),
     )
 
 
@@ -487,21 +463,13 @@ def main() -> None:
 @click.option("--only", multiple=True, help="measure only names that contain one of these")
 @results.folder_option("--pull-3345", "checkout of Megatron's pull request 3345")
 def compare(
-    out: Path,
-    name: str,
-    tokens: tuple[int, ...],
-    vocabularies: tuple[int, ...],
-    hidden: int,
-    count: int,
-    only: tuple[str, ...],
-    pull_3345: Path | None,
+    out: Path, name: str, hidden: int, count: int, pull_3345: Path | None, **of: Any
 ) -> None:
     """Check and measure all implementations."""
     began = time.monotonic()
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    everyone = list(rivals(pull_3345))
-    if only:
-        everyone = [r for r in everyone if any(part in r.name for part in only)]
+    parts = of["only"] or ("",)
+    everyone = [r for r in rivals(pull_3345) if any(part in r.name for part in parts)]
     facts = {**results.stack("triton"), "python": platform.python_version()}
     facts |= {what: f"{value:.2f}" for what, value in ceilings().items()}
     report: dict[str, Any] = {
@@ -512,10 +480,10 @@ def compare(
         "confident": confident(everyone),
         "rows": [],
     }
-    for vocabulary in vocabularies:
-        for many in tokens:
+    for vocabulary in of["vocabularies"]:
+        for many in of["tokens"]:
             rows = in_turns(everyone, Case.random(many, hidden, vocabulary), count)
-            print("\n".join(table(rows)), flush=True)
+            print(*results.table(COLUMNS, map(_cells, rows)), sep="\n", flush=True)
             report["rows"] += rows
             gc.collect()
             torch.cuda.empty_cache()
@@ -530,7 +498,7 @@ def tp(out: Path) -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    whole, report = Case.random(2085, 1024, 4096 * 8), []
+    whole, report = Case.random(2085, 1024, 4096 * 8), list[dict[str, Any]]()
     loss, d_x, d_w = exact(whole)
     split = ours(**PROMISED, tp_group=dist.group.WORLD)
     for rival in (Rival("stock", split_unfused), Rival("ours", split, "_row_kernel")):
@@ -540,20 +508,16 @@ def tp(out: Path) -> None:
         large = Case.random(*LARGE)
         (row,) = in_turns([rival], replace(large, w=mine(large.w)), rival.repeats)
         torch.cuda.empty_cache()
-        report.append(
-            {
-                "name": rival.name,
-                "tp": ranks,
-                "tokens": LARGE[0],
-                "vocabulary": LARGE[2],
-                "GPU": torch.cuda.get_device_name(),
-                "torch": torch.__version__,
-                "ms": row["milliseconds"],
-                "TFLOP/s per GPU": row["tflops"],
-                "GiB above inputs, dX, dW": row["above_gradients_gib"],
-                "errors": errors,
-            }
-        )
+        found: dict[str, Any] = {
+            "name": rival.name,
+            "tp": ranks,
+            "tokens": LARGE[0],
+            "vocabulary": LARGE[2],
+        }
+        found |= {"GPU": torch.cuda.get_device_name(), "torch": torch.__version__}
+        found |= {"ms": row["milliseconds"], "TFLOP/s per GPU": row["tflops"]}
+        found |= {"GiB above inputs, dX, dW": row["above_gradients_gib"], "errors": errors}
+        report.append(found)
     if rank == 0:
         results.write(out, f"linear_cross_entropy_tp{ranks}", report)
     dist.destroy_process_group()

@@ -105,10 +105,7 @@ def both_ways(
 ) -> list[Tensor]:
     """The results of a call, a tensor or several, and the gradients of all that it is given.
 
-    Args:
-        call: from leaves that are made of these tensors.
-        leaves: of floating-point types.
-        upstream: gradients of the results; else, those of `upstream_of`.
+    The upstream gradients are those given, or else those of `upstream_of`.
     """
     given = [x.detach().requires_grad_() for x in leaves]
     out = call(*given)

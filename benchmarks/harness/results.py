@@ -28,13 +28,9 @@ SITE = (
 
 def out_option(default: Path | None = RESULTS) -> Callable[..., Any]:
     """`--out DIR`, the folder of the results."""
-    return click.option(
-        "--out",
-        type=FOLDER,
-        required=default is None,
-        default=default,
-        help="folder for the results",
-    )
+    must = default is None
+    about = "folder for the results"
+    return click.option("--out", type=FOLDER, required=must, default=default, help=about)
 
 
 def folder_option(name: str, about: str, required: bool = False) -> Callable[..., Any]:
@@ -58,22 +54,17 @@ class Places(NamedTuple):
             folder.mkdir(parents=True, exist_ok=True)
 
 
-def places(data: str = "", required: bool = True) -> Callable[[Any], Any]:
-    """`--site`, `--work`, `--out` and `--data`, which the command is given as one `Places`.
-
-    Args:
-        data: the help of `--data`; without it, there is no such option.
-        required: whether there must be a `--data`.
-    """
+def places(data: str, required: bool = True) -> Callable[[Any], Any]:
+    """`--site`, `--work`, `--out` and `--data`, which the command is given as one `Places`."""
 
     def decorated(command: Any) -> Any:
         @functools.wraps(command)
-        def given(site: Path, work: Path, out: Path, data: Path | None = None, **named: Any) -> Any:
+        def given(site: Path, work: Path, out: Path, data: Path | None, **named: Any) -> Any:
             folders = site.resolve(), work.resolve(), out.resolve()
             return command(Places(*folders, data and data.resolve()), **named)
 
         for name, about, must in (
-            *([("--data", data, required)] if data else []),
+            ("--data", data, required),
             ("--out", "Results, logs, profiles and curves.", True),
             ("--work", "Scratch: trees, checkpoints, datasets, indices.", True),
             ("--site", SITE, True),
@@ -106,12 +97,10 @@ def stack(*packages: str) -> dict[str, str]:
 
 
 def facts(*packages: str) -> dict[str, Any]:
-    """Date, GPU and the versions of these packages, all of which must be installed."""
-    import torch
-
+    """The same for a result whose page has them in a sentence; all must be installed."""
+    found = stack(*packages)
     return {
-        "date": date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name(),
+        **{"date": found["date"], "gpu": found["GPU"]},
         **{name: metadata.version(name) for name in packages},
     }
 
@@ -132,23 +121,17 @@ Columns = Iterable[str | tuple[str, str]]
 def table(columns: Columns, rows: Iterable[str | Iterable[Any]]) -> Iterator[str]:
     """The lines of a table.
 
-    Args:
-        columns: names, or names with a format of the values.
-        rows: a value per column; strings are cells already, and None is a value that is missing. A
-            row that is a string is a line already.
+    A column is a name, or a name with a format of its values. A row has a value per column, of
+    which strings are cells already and None is missing; or it is a line already.
     """
     named = [(column, "") if isinstance(column, str) else column for column in columns]
     yield _line(name or None for name, _ in named)
     yield "|---" * len(named) + "|"
     for row in rows:
-        yield (
-            row
-            if isinstance(row, str)
-            else _line(
-                cell if cell is None or isinstance(cell, str) else format(cell, form)
-                for cell, (_, form) in zip(row, named, strict=True)
-            )
-        )
+        if not isinstance(row, str):
+            cells = zip(row, named, strict=True)
+            row = _line(x if isinstance(x, str | None) else format(x, of) for x, (_, of) in cells)
+        yield row
 
 
 def _line(cells: Iterable[str | None]) -> str:
@@ -175,11 +158,7 @@ def _text(page: Page) -> str:
 
 
 def save(out: Path, name: str, report: Any, page: Page | None = None) -> str:
-    """Write NAME.json and, if there is a page, NAME.md into the folder, which is created.
-
-    Returns:
-        The page, or else the JSON.
-    """
+    """Write NAME.json and, if there is a page, NAME.md; return the page, or else the JSON."""
     out.mkdir(parents=True, exist_ok=True)
     text = json.dumps(report, indent=1) + "\n"
     (out / f"{name}.json").write_text(text)

@@ -26,7 +26,6 @@ from tests.support import command_of, free_port
 
 STARTS = ("dataset_helpers_prebuilt", "dsa_hadamard_transform")
 """Without these, stock does not take a step: no Makefile in the wheel, no Hadamard package."""
-_FULL = "OutOfMemoryError"
 Row = dict[str, Any]
 """A line of a run's metrics."""
 
@@ -60,12 +59,7 @@ class Bench:
     """Seconds without a word after which a run is stopped; a resharded save of 76 GiB took 265."""
 
     def tree(self, name: str, *options: str) -> Path:
-        """A copy of the pristine megatron with that variant's pages.
-
-        Args:
-            name: of the variant; `stock` has only what it needs to start.
-            options: of the command that applies the patches.
-        """
+        """A copy of the pristine megatron with a variant's pages; `stock` has those to start."""
         pages = trees.only(STARTS) if name == "stock" else ("--kind", "all")
         return trees.made(self.site, self.work / "trees" / name, *pages, *options)
 
@@ -95,10 +89,6 @@ class Bench:
         """The file with what a run's ranks print."""
         return self.out / f"{name}.log"
 
-    def said(self, name: str) -> str:
-        """What a run's ranks have printed so far."""
-        return self.log(name).read_text(errors="replace")
-
     def clear(self, name: str) -> None:
         """Delete what an earlier call wrote: runs append, so that one can be killed and resumed."""
         for old in (self.metrics(name), self.log(name)):
@@ -113,9 +103,7 @@ class Bench:
     def wait(
         self, name: str, process: subprocess.Popen[bytes], until: int | None = None, after: int = 0
     ) -> None:
-        """Wait for a run's end, or until it has logged a step.
-
-        The first `after` rows are those of an earlier start.
+        """Wait for a run's end, or until it has logged a step after the first rows.
 
         Raises:
             Stopped: at its time limit, or after `quiet` seconds without a word.
@@ -141,12 +129,12 @@ class Bench:
                 raise TimeIsUp(f"{name} ran for more than {self.timeout:.0f} s")
             if now > heard + self.quiet:
                 kill(process)
-                tail = self.said(name)[-3000:]
+                tail = self.log(name).read_text(errors="replace")[-3000:]
                 raise StoodStill(f"{name} stood still for {self.quiet:.0f} s:\n{tail}")
             time.sleep(self.period)
         if process.returncode:
-            said = self.said(name)
-            if _FULL in said:
+            said = self.log(name).read_text(errors="replace")
+            if "OutOfMemoryError" in said:
                 raise MemoryError(name)
             raise click.ClickException(f"{name} exited with {process.returncode}:\n{said[-3000:]}")
 
@@ -168,11 +156,7 @@ class Bench:
 
 
 def trained(bench: Any, name: str, tree: Path, *options: str) -> list[Row] | None:
-    """The rows of a new run after its end; None if its GPU had too little memory.
-
-    Raises:
-        ClickException: what `Bench.wait` raises.
-    """
+    """The rows of a new run after its end; None if its GPU had too little memory."""
     bench.clear(name)
     try:
         bench.wait(name, bench.start(name, tree, *options))
@@ -213,18 +197,11 @@ def said(
 ) -> dict[str, Any]:
     """What code prints as JSON on a line of its own, in a process of one rank that runs a tree.
 
-    Args:
-        root: the tree.
-        code: the text of a module.
-        variables: in addition to this environment.
-        log: where its standard error goes.
-        timeout: seconds after which it is stopped.
-
     Raises:
-        ClickException: it has failed; with the end of the log.
+        ClickException: it has failed; with the end of the log, where its standard error goes.
     """
-    rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    rank["MASTER_PORT"] = str(free_port())
+    rank = {"RANK": "0", "WORLD_SIZE": "1"}
+    rank |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with log.open("w") as errors:
         done = subprocess.run(
             command_of(root, code, fresh=True),
@@ -236,19 +213,17 @@ def said(
         )
     if done.returncode:
         raise click.ClickException(f"{log.stem}: {log.read_text(errors='replace')[-3000:]}")
-    line = [each for each in done.stdout.splitlines() if each.startswith("{")][-1]
-    found: dict[str, Any] = json.loads(line)
-    return found
+    lines = [each for each in done.stdout.splitlines() if each.startswith("{")]
+    return dict(json.loads(lines[-1]))
 
 
 _STACK = """
-import json, torch, importlib.metadata as m
+import json, torch
+from cppmega.host.packages import version
 stack = {'torch': torch.__version__, 'cuda': torch.version.cuda}
 stack['gpu'] = torch.cuda.get_device_name()
-for name in ('megatron-core', 'transformer-engine', 'triton', 'tilelang'):
-    try: stack[name] = m.version(name)
-    except m.PackageNotFoundError: pass
-print(json.dumps(stack))
+names = ('megatron-core', 'transformer-engine', 'triton', 'tilelang')
+print(json.dumps(stack | {name: version(name) for name in names if version(name)}))
 """
 
 

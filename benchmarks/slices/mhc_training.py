@@ -10,8 +10,8 @@
             as one block and by blocks of 2 layers, and twice by the reference
     slice   the recipe nam56r_h200_slice_mhc, and the same without streams
 
-Every run is a process, after which DIR/mhc_training_DEVICE.json and .md are written; at the end, a
-.png with the curves. A run that is in there is not repeated (`--again` does), so a call that came
+DIR/mhc_training_DEVICE.json and .md are written after each run, which is a process, and a .png with
+the curves at the end. A run that is in there is not repeated (`--again` does), so a call that came
 to the end of --minutes is continued by the same command. Without a GPU there is only `small`, at
 sizes that Triton's interpreter can do. What has no result is named as not run.
 """
@@ -68,7 +68,7 @@ SMALL = {
     "reference on the CPU": ("reference", "cpu"),
     **{way: (way, "") for way in ("reference", "again", "nudged", "fused", "recomputed")},
 }
-"""Run -> its way, and the device where that is not the best there is."""
+"""Run -> its way, and its device, if that is not the GPU."""
 ON_CPU = ("reference", "again", "nudged", "fused")
 OF_RECIPE = (
     *("overlay", "steps", "milliseconds", "tokens_per_second", "tflops_per_gpu"),
@@ -186,12 +186,8 @@ class Training:
         for part, recipe in RECIPES.items():
             if "facts" in (run := self.report[part].get("ours", {})):
                 self.write_recipe(recipe, run)
-        missing = [
-            f"{part}, {label}"
-            for part, labels in LABELS.items()
-            for label in labels
-            if label not in self.report[part]
-        ]
+        every = [(part, label) for part, labels in LABELS.items() for label in labels]
+        missing = [f"{part}, {label}" for part, label in every if label not in self.report[part]]
         page = "\n".join(table(self.report)) + "\n"
         page += f"\nNot run: {'; '.join(missing)}.\n" if missing else ""
         return results.save(self.out, self.name, self.report, page)
@@ -205,12 +201,10 @@ class Training:
 
 def table(report: Mapping[str, Any]) -> Iterator[str]:
     stack = results.versions(report, "torch", "triton", "megatron-core")
-    yield "# Hyper-connections in training: kernels and reference"
-    yield ""
+    yield from ("# Hyper-connections in training: kernels and reference", "")
     yield f"Written by `benchmarks/mhc_training.py`, {report['date']}: {report['device']}, {stack}."
-    yield ""
     yield (
-        f"A curve is within the noise where it is not further from the nearest reference than "
+        f"\nA curve is within the noise where it is not further from the nearest reference than "
         f"{FACTOR:g} times the largest difference of any two references, or than one rounding."
     )
     for model in ("GPT", "hybrid"):

@@ -164,7 +164,7 @@ def table(result: dict[str, Any]) -> str:
         f"{runs.on(result)}\n"
         f"Data {data['fingerprint']}: {data['documents']} documents, {data['tokens']} tokens.",
         results.table(["", *(COLUMNS[name] for name in found)], rows),
-        _resumed(**result["resume"]) if "resume" in result else "",
+        _resumed(result["resume"]) if "resume" in result else "",
     )
 
 
@@ -172,20 +172,13 @@ def _cell(row: dict[str, Any], key: str) -> str:
     return str(row.get(key, "out of memory" if "out_of_memory" in row else ""))
 
 
-def _resumed(
-    *,
-    killed_after_step: int,
-    resumed_from_step: int,
-    compared_steps: list[int],
-    largest_difference: float,
-    unkilled_difference: float,
-    loss_span: float,
-) -> str:
+def _resumed(found: dict[str, Any]) -> str:
+    first, last = found["compared_steps"]
     return (
-        f"Killed after step {killed_after_step}, resumed from step {resumed_from_step}: over steps "
-        f"{compared_steps[0]} to {compared_steps[1]} the loss differs by at most "
-        f"{largest_difference:.2e} (it spans {loss_span:.2f}; before the kill the two differ by "
-        f"{unkilled_difference:.2e}, the noise of equal runs)."
+        f"Killed after step {found['killed_after_step']}, resumed from step "
+        f"{found['resumed_from_step']}: over steps {first} to {last} the loss differs by at most "
+        f"{found['largest_difference']:.2e} (it spans {found['loss_span']:.2f}; before the kill "
+        f"the two differ by {found['unkilled_difference']:.2e}, the noise of equal runs)."
     )
 
 

@@ -11,7 +11,6 @@ class Subject:
     """What is compared."""
 
     title: str
-    """Of the report."""
     name: str
     """Of the files with the results."""
     pages: tuple[str, ...] = ()
@@ -21,7 +20,6 @@ class Subject:
     targets: Mapping[str, float] = field(default_factory=dict)
     """tokens/s of `after` over `before`, by part."""
     parts: tuple[str, ...]
-    """What is run, in this order."""
     switches: Mapping[str, str] = field(default_factory=dict)
     """Variables of the environment in which patches are applied and runs are started."""
 
@@ -43,7 +41,7 @@ class Part:
     linear: bool = True
     """The heads' losses without logits, which a micro-batch of 8 needs."""
     recipe: str = ""
-    """The recipe that has these settings."""
+    """The one that has these settings."""
 
     @property
     def is_curve(self) -> bool:

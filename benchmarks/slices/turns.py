@@ -2,36 +2,18 @@
 
     python -m benchmarks.slices.turns SUBJECT --site SITE --work SCRATCH --out DIR [--only PART,...]
 
-SUBJECT is what is measured: `indexer` or `attention`, the pages of these kernels; `earlier`, both;
-`graphs`, CUDA graphs of everything in these layers that Megatron can capture; `sharing`, the same
-with nine DSA layers, of which six share the keys of the others; or `arguments`, Megatron's own
-arguments that `upstream_patches/NOT.md` names. Parts, on one GPU:
+SUBJECT is what is measured, and a PART its runs in one configuration; `subjects.py` says which.
+Every run is a process. The sides of a part take turns: without the subject's pages or arguments
+("before"), with all of the overlay ("after"), and once more in the other order. The last run of
+each side is profiled after its measured steps. Parts named `curves` run Megatron's own path twice
+("stock", "again") and then ours, to see whether it is within the noise of the others.
 
-\b
-    fused8, fused2   the backend tilelang, sparse loss, micro-batch 8 and 2: tokens/s of the
-                     overlay without the subject's pages ("before") and of all of it ("after")
-    dense8           the same with the dense loss, micro-batch 8
-    curves_dense     20 steps of Megatron's own path twice ("stock", "again"), and of the kernels
-    curves_sparse    ("ours"), dense and sparse loss: whether ours is within the noise of the others
-    graphs8, 2, 1    the fused slice without CUDA graphs ("before") and with them ("after")
-    curves_graphs    50 steps without them, twice ("stock", "again"), and with them ("ours")
-    curves_shared    the same with nine layers, also with Transformer Engine's graphs ("te")
-    shared1          these nine layers without CUDA graphs ("before") and with them ("after")
-    earlier8         the fused slice without the pages of the kernels ("before") and with them
-    earlier2         ("after"), at micro-batch 2 also with CUDA graphs
-    fp8_gather8      FP8 with bf16 parameters ("before") and with FP8 ones ("after")
-    experts_wgrad8   the experts' weight gradients, immediate ("before") and delayed ("after")
-    mla_down8        MLA's two down projections, separate ("before") and fused ("after")
+After each run DIR/PART.json is written. A run that is in there is not repeated (`--again` does), so
+the same command continues a call that reached the end of --minutes. A run that fails ends its side,
+and not the others. At the end, all parts are written as one .json and .md in DIR, and the slower
+run with all patches becomes the result of the recipe that has its settings.
 
-Every run is a process; the sides of a part take turns (before, after, after, before), and the last
-run of each side is profiled after its measured steps. After each run DIR/PART.json is written. A
-run that it already contains is not repeated (except with `--again`), so the same command continues
-a call that reached the end of --minutes. A run that fails ends its side, and not the others. At the
-end, all parts are written as one .json and .md in DIR, and the slower run with all patches becomes
-the result of the recipe that has its settings.
-
-SITE holds a pristine `megatron/` with its dist-info, as pip or an unpacked wheel leave them; it is
-copied into SCRATCH, where subjects must not share a folder, and never changed.
+SITE is copied into SCRATCH, where subjects must not share a folder, and never changed.
 """
 
 from __future__ import annotations
@@ -131,10 +113,10 @@ class Turns:
             return {"out_of_memory": True}
         if part.is_curve:
             return curve(rows, failure)
-        found = measured(rows)
         warm = [row for row in steps_of(rows) if row["step"] > WARM]
-        found["seconds"] = [row["seconds"] for row in warm if not row.get("profiled", False)]
-        return found | ({"profile": f"{label}-profile"} if last else {})
+        seconds = [row["seconds"] for row in warm if not row.get("profiled", False)]
+        profile = {"profile": f"{label}-profile"} if last else {}
+        return measured(rows) | {"seconds": seconds} | profile
 
     def options(self, part: Part, label: str, last: bool) -> Iterator[str]:
         # The profiler starts one step before the first profiled one.
@@ -142,8 +124,7 @@ class Turns:
         batch = str(part.batch)
         changes = {"micro_batch_size": batch, "global_batch_size": batch, "train_iters": str(steps)}
         changes |= dict(part.fields)
-        if part.linear:
-            changes["cross_entropy_fusion_impl"] = "linear"
+        changes |= {"cross_entropy_fusion_impl": "linear"} if part.linear else {}
         for key, value in changes.items():
             yield from ("--set", f"{key}={value}")
         if last and not part.is_curve:
@@ -205,24 +186,19 @@ def _said(message: str) -> str:
 
 
 def profiles(out: Path, part: dict[str, Any]) -> dict[str, Profile]:
-    found = {
-        run["side"]: json_file.read(out / run["profile"] / SUMMARY, Profile)
-        for run in part["runs"].values()
-        if "profile" in run
-    }
-    return {side: profile for side, profile in found.items() if profile is not None}
+    runs = [run for run in part["runs"].values() if "profile" in run]
+    read = ((x["side"], json_file.read(out / x["profile"] / SUMMARY, Profile)) for x in runs)
+    return {side: profile for side, profile in read if profile is not None}
 
 
 def write_report(out: Path, subject: Subject) -> str:
     """Write the report and the data of all parts that have a result, and the recipes' results."""
     parts = {name: part for name in subject.parts if (part := results.read(out, name))}
-    short = {
-        name: part
-        | {"runs": {label: of_recipe.without_curves(x) for label, x in part["runs"].items()}}
-        for name, part in parts.items()
-    }
     found = {name: profiles(out, part) for name, part in parts.items()}
+    short = {}
     for name, part in parts.items():
+        each = {label: of_recipe.without_curves(run) for label, run in part["runs"].items()}
+        short[name] = part | {"runs": each}
         if PARTS[name].recipe and of_side(part, "after"):
             write_recipe(out, PARTS[name].recipe, subject, part)
     return results.save(out, subject.name, short, report(subject, parts, found))
@@ -243,9 +219,9 @@ def report(
     profiles: Mapping[str, Mapping[str, Profile]],
 ) -> str:
     """The report as Markdown: ratios with their spread, profiles, and curves."""
-    first = next(iter(parts.values()), None)
-    if first is None:
+    if not parts:
         return "There is no result yet.\n"
+    first = next(iter(parts.values()))
     blocks: list[results.Page] = [
         f"# {subject.title} in the NAM56R slice, {first['date']}",
         f"{results.versions(first['stack'])}.",
@@ -285,10 +261,8 @@ def ratio(above: list[float], below: list[float]) -> tuple[float, float, float] 
 def _speed(part: Mapping[str, Any], target: float | None) -> Iterator[str]:
     pools = any("graph_pool_gib" in row for row in part["runs"].values())
     columns = ["run", "overlay", "step, ms", "lowest", "highest", "tokens/s", "peak memory, GiB"]
-    yield from results.table(
-        [*columns, *[GRAPH_POOLS] * pools],
-        ([run, *_cells(row, pools)] for run, row in part["runs"].items()),
-    )
+    rows = ([run, *_cells(row, pools)] for run, row in part["runs"].items())
+    yield from results.table([*columns, *[GRAPH_POOLS] * pools], rows)
     found = ratio(speeds(part, "after"), speeds(part, "before"))
     yield ""
     if found is None:
@@ -317,15 +291,12 @@ def _shown(found: tuple[float, float, float], target: float | None) -> str:
 
 
 def _profiles(found: Mapping[str, Profile]) -> Iterator[str]:
-    for side, profile in found.items():
-        yield from (f"Profile, {side}:", _literally(run_profile.lines(profile)))
+    texts = {f"Profile, {side}:": run_profile.lines(profile) for side, profile in found.items()}
     if {"before", "after"} <= found.keys():
         both = run_profile.side_by_side(found["before"], found["after"])
-        yield from ("A is before, B after:", _literally(both))
-
-
-def _literally(lines: Iterator[str]) -> str:
-    return "\n".join(("```", *lines, "```"))
+        texts["A is before, B after:"] = both
+    for title, lines in texts.items():
+        yield from (title, "\n".join(("```", *lines, "```")))
 
 
 def _curves(part: Mapping[str, Any]) -> Iterator[results.Page]:
@@ -350,17 +321,17 @@ def _curves(part: Mapping[str, Any]) -> Iterator[results.Page]:
 
 def _speed_of_curves(part: Mapping[str, Any]) -> Iterator[str]:
     """What the runs of the curves also show, and which of them failed at their end."""
-    found = {name: run for name, run in part["runs"].items() if "tokens_per_second" in run}
-    each = []
-    for name, run in found.items():
-        pools = f", CUDA graphs {run['graph_pool_gib']:.1f}" if "graph_pool_gib" in run else ""
-        each.append(f"{name} {run['tokens_per_second']:.0f} ({run['peak_gib']:.1f} GiB{pools})")
-    if found:
+    each, failed = [], []
+    for name, run in part["runs"].items():
+        if "tokens_per_second" in run:
+            pools = f", CUDA graphs {run['graph_pool_gib']:.1f}" if "graph_pool_gib" in run else ""
+            each.append(f"{name} {run['tokens_per_second']:.0f} ({run['peak_gib']:.1f} GiB{pools})")
+        if "failed" in run:
+            failed.append(f"{name} failed after its last step: {run['failed']}")
+    if each:
         what = "tokens/s, medians of the second half of each run (peak memory)"
         yield f"{what}: {', '.join(each)}."
-    for name, run in found.items():
-        if "failed" in run:
-            yield f"{name} failed after its last step: {run['failed']}"
+    yield from failed
 
 
 def _verdict(*curves: Mapping[Any, float]) -> list[str]:

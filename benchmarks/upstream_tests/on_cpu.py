@@ -1,10 +1,9 @@
 """Stand-ins that let more of Megatron's unit tests run where there is no GPU, on both trees alike.
 
-Most of those tests put everything on `cuda` and would end in their first line. With the stand-ins
-the CPU takes the GPU's place: a tensor requested on `cuda` is created on the CPU, `.cuda()`
-changes nothing, the CPU's random generator is the GPU's, streams and events do nothing, and NCCL
-groups are gloo groups. torch.compile is off, since it would only cost time here. No test and no
-line of Megatron is changed; what needs a real kernel still fails, on both sides.
+A tensor requested on `cuda` is created on the CPU, `.cuda()` changes nothing, the CPU's random
+generator is the GPU's, streams and events do nothing, and NCCL groups are gloo groups.
+torch.compile is off, since it would only cost time. No test and no line of Megatron is changed;
+what needs a real kernel still fails, on both sides.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from benchmarks.harness import results
@@ -28,18 +28,14 @@ class Meant:
 
 
 _NO_MAKEFILE = "on stock, the dataset helpers are built with a Makefile that the wheel lacks"
+_FP8 = "export/trtllm/test_single_device_fp8.py::TestTRTLLMSingleDeviceConverterFP8"
 MEANT: tuple[Meant, ...] = tuple(
     Meant(f"tests/unit_tests/{test}", stock, patched, "dataset_helpers_prebuilt", _NO_MAKEFILE)
     for test, stock, patched in (
         ("data/test_gpt_dataset.py::test_inter_document_masking", "failed", "passed"),
         ("data/test_gpt_dataset.py::test_mock_gpt_dataset", "failed", "passed"),
         ("data/test_multimodal_dataset.py::test_mock_multimodal_dataset", "failed", "passed"),
-        (
-            "export/trtllm/test_single_device_fp8.py::TestTRTLLMSingleDeviceConverterFP8::"
-            "test_get_model_weights_converter",
-            "error",
-            "skipped",
-        ),
+        (f"{_FP8}::test_get_model_weights_converter", "error", "skipped"),
     )
 )
 """The only differences that are no regression. One that is not seen any more fails the run."""
@@ -111,13 +107,8 @@ def _plain(reason: str) -> str:
 def no_longer_seen(found: Iterable[Difference], stock: Outcomes, patched: Outcomes) -> list[Meant]:
     """Entries of MEANT whose test ran as on stock then, and does not differ as it says."""
     seen = {difference.test for difference in found if difference.meant}
-    return [
-        entry
-        for entry in MEANT
-        if entry.test in patched
-        and stock.get(entry.test, ABSENT)[0] == entry.stock
-        and entry.test not in seen
-    ]
+    ran = [one for one in MEANT if stock.get(one.test, ABSENT)[0] == one.stock]
+    return [one for one in ran if one.test in patched and one.test not in seen]
 
 
 def counts(outcomes: Outcomes) -> dict[str, int]:
@@ -145,9 +136,7 @@ def summary(
         "no_longer_seen": [asdict(entry) for entry in no_longer_seen(found, stock, patched)],
         "other_reasons": other_reasons(stock, patched),
         "cut_short": sorted(
-            file
-            for file, parts in rounds.items()
-            if any(how == NOT_RUN for side in parts[0] for how, _ in side.values())
+            file for file, parts in rounds.items() if any(NOT_RUN in counts(x) for x in parts[0])
         ),
         "files": {
             file: {"stock": counts(parts[0][0]), "patched": counts(parts[0][1])}
@@ -168,6 +157,7 @@ def _sorted_out(found: Iterable[Difference]) -> dict[str, list[dict[str, Any]]]:
     return kinds
 
 
+_DIFFERENCE = tuple(field.name for field in fields(Difference))
 _KINDS = ("differences", "flaky", "meant")
 SAME = ("device", "megatron-core", "torch", "overlay", "gates", "tests", "selected")
 """What two results must agree on to be put together."""
@@ -189,15 +179,11 @@ def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
             "run everything again, without --onto",
         )
     both = (old, new)
-    entries = (one for result in both for kind in _KINDS for one in result[kind])
     known = (
-        Difference(
-            one["test"],
-            tuple(one["stock"]),
-            tuple(one["patched"]),
-            *(one["stock_reason"], one["patched_reason"]),
-        )
-        for one in entries
+        Difference(*(tuple(x) if isinstance(x, list) else x for x in map(one.get, _DIFFERENCE)))
+        for result in both
+        for kind in _KINDS
+        for one in result[kind]
     )
     files = {**old["files"], **new["files"]}
     return {
@@ -236,10 +222,9 @@ def table(result: Mapping[str, Any]) -> str:
         f"{result['passed_on_both']} tests pass on both trees; "
         f"{len(result['differences'])} differ.",
         *(
-            block
+            f"## {title}\n\n" + "\n".join(f"- {told(entry)}" for entry in result[key])
             for key, title, told in SECTIONS
             if result[key]
-            for block in (f"## {title}", "\n".join(f"- {told(entry)}" for entry in result[key]))
         ),
     )
 

@@ -9,13 +9,11 @@ contains them and they are not copied here, so this command asks for their folde
     python -m benchmarks.upstream_tests.run --tests /tmp/upstream/tests/unit_tests
 
 megatron-core is copied twice, and `cppmega apply` patches one of the copies. Every test file then
-runs on both, each in a separate process; files that mention patched modules come first. The
-outcomes are compared. If the sides differ, the file runs again on both, and a test whose outcomes
-overlap is called flaky. Everything else is a difference, and there must be none.
-
-Without a GPU the CPU stands in for it (see `on_cpu.py`): what still fails then fails
-on both sides. Exit status: 0 nothing differs, 1 something differs, 2 wrong usage or an internal
-error.
+runs on both, each in a separate process; files that mention patched modules come first. If the
+sides differ, the file runs again on both, and a test whose outcomes overlap is called flaky.
+Everything else is a difference, and there must be none. Without a GPU the CPU stands in for it
+(`on_cpu.py`): what still fails then fails on both sides. Exit status: 0 nothing differs, 1
+something differs, 2 wrong usage or an internal error.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -49,6 +47,7 @@ from benchmarks.upstream_tests.sides import Limits, Outcomes, Overlay, Server, S
 from cppmega import __version__
 from cppmega.errors import CppmegaError
 from cppmega.host.packages import version
+from cppmega.tree.installed import find_root
 
 LAST = 0.25
 """Of the time limit: for what has been begun, and to run again what differs."""
@@ -111,14 +110,10 @@ class Work:
 
 
 def ordered(suite: Path, patched_files: Sequence[str], wanted: Sequence[str]) -> list[str]:
-    """The files of tests, those first that mention most of the patched modules.
-
-    Args:
-        wanted: parts of paths; empty for every file.
-    """
+    """The files of tests, or those with a wanted part; those that mention most patches first."""
     patterns = [_mention(path) for path in patched_files]
     scored = []
-    for path in sorted((suite / "tests" / "unit_tests").rglob("test_*.py")):
+    for path in (suite / "tests" / "unit_tests").rglob("test_*.py"):
         name = path.relative_to(suite).as_posix()
         if not wanted or any(part in name for part in wanted):
             text = path.read_text(errors="replace")
@@ -152,8 +147,7 @@ def facts(overlay: Overlay, tests: Path, device: str, wanted: Sequence[str]) -> 
 
 
 def fingerprint(tests: Path) -> str:
-    files = sorted(tests.rglob("*.py"))
-    digest = hashlib.sha256()
+    files, digest = sorted(tests.rglob("*.py")), hashlib.sha256()
     for path in files:
         digest.update(f"{path.relative_to(tests).as_posix()}\n".encode() + path.read_bytes())
     return f"{len(files)} files, sha256 {digest.hexdigest()[:16]}"
@@ -168,86 +162,48 @@ def device_name() -> str:
 
 
 class Shown:
-    """A progress bar on stderr and a line per difference; without a terminal, only lines."""
+    """Lines on stderr: every difference, and how far it has come every 10 seconds."""
 
     def __init__(self, total: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
-
-        self.console = Console(stderr=True)
-        columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self.bar = Progress(*columns, console=self.console)
-        self.task = self.bar.add_task("files of tests", total=total)
+        self.total, self.done, self.passed = total, 0, 0
         self.told = time.monotonic()
-        self.passed = 0
-
-    def __enter__(self) -> Shown:
-        self.bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.stop()
 
     def __call__(self, file: str, both: Round) -> None:
+        self.done += 1
         self.passed += report.counts(both[0]).get("passed", 0)
-        self.bar.update(self.task, advance=1, description=f"{self.passed} pass on stock")
         for one in report.differences([both]):
-            self.console.print(f"differs: {one.test}: {one.stock[0]}, {one.patched[0]}")
-        if not self.console.is_terminal and time.monotonic() - self.told > 10:
+            print(f"differs: {one.test}: {one.stock[0]}, {one.patched[0]}", file=sys.stderr)
+        if time.monotonic() - self.told > 10:
             self.told = time.monotonic()
-            task = self.bar.tasks[0]
-            self.console.print(
-                f"{task.completed:.0f} of {task.total:.0f} files, {self.passed} pass"
-            )
+            said = f"{self.done} of {self.total} files, {self.passed} pass on stock"
+            print(said, file=sys.stderr, flush=True)
 
 
 _FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
 
 
-def _seconds(name: str, default: float, about: str) -> Any:
-    return click.option(name, default=default, show_default=True, help=about)
-
-
 @click.command(context_settings={"help_option_names": ["-h", "--help"]}, help=__doc__)
 @click.option("--tests", type=_FOLDER, required=True, help="Megatron's folder tests/unit_tests.")
-@click.option(
-    "--megatron",
-    "site",
-    type=_FOLDER,
-    help="The folder that holds a pristine megatron/ (default: where Python finds it).",
-)
+@click.option("--megatron", "site", type=_FOLDER, help="A pristine megatron/ [the installed one].")
 @click.option("--page", "pages", multiple=True, help="Apply only this page; repeatable.")
-@click.option(
-    "--patches",
-    type=_FOLDER,
-    multiple=True,
-    help="A catalogue of your own, in addition to the shipped one.",
-)
+@click.option("--patches", type=_FOLDER, multiple=True, help="One more catalogue.")
 @click.option("--gated", is_flag=True, help="Include the pages that a variable turns on.")
 @click.option("--select", "wanted", multiple=True, help="Only files with this in their path.")
 @click.option("-k", "expression", help="Only tests that match, as for pytest.")
 @click.option("--jobs", type=click.IntRange(1), help="Files at a time (default: 2, on a GPU 8).")
-@_seconds("--limit", 0.0, "Minutes after which it stops; what did not run is listed [no limit].")
-@_seconds("--file-seconds", 120.0, "Limit for one file on one side.")
-@_seconds("--test-seconds", 60.0, "Limit for one test.")
+@click.option("--limit", default=0.0, help="Minutes after which it stops [no limit].")
+@click.option("--file-seconds", default=120.0, show_default=True, help="For one file on one side.")
+@click.option("--test-seconds", default=60.0, show_default=True, help="For one test.")
 @click.option("--fresh", is_flag=True, help="A fresh interpreter per file, never a fork.")
-@click.option(
-    "--reruns", default=2, show_default=True, help="Times that files that differ run again."
-)
-@click.option(
-    "--onto",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="An earlier result (.json): run what it had no time for, and merge both.",
-)
+@click.option("--reruns", default=2, show_default=True, help="Of files that differ.")
+@click.option("--onto", type=click.File(), help="Run what that result (.json) had no time for.")
 @click.option("--result", type=results.FOLDER, help="Write FILE.json and FILE.md (no suffix).")
 def main(
-    tests: Path, site: Path | None, onto: Path | None, result: Path | None, **given: Any
+    tests: Path, site: Path | None, onto: TextIO | None, result: Path | None, **given: Any
 ) -> None:
-    from cppmega.tree.installed import find_root
-
     begun = time.monotonic()
     device = device_name()
-    earlier = json.loads(onto.read_text()) if onto is not None else None
+    earlier = json.load(onto) if onto is not None else None
     given["only"] = earlier["files_without_time"] if earlier is not None else None
     with tempfile.TemporaryDirectory(prefix="upstream-tests-") as scratch:
         answer = compare(tests, site or find_root(), device, Path(scratch), given, begun)
@@ -263,26 +219,17 @@ def main(
 def compare(
     tests: Path, site: Path, device: str, scratch: Path, given: Mapping[str, Any], begun: float
 ) -> dict[str, Any]:
-    """Run everything on both sides; the content of the result file.
-
-    Args:
-        given: the other options of the command line.
-        begun: when, on the monotonic clock.
-    """
+    """Run everything on both sides, by the options that are given; the content of the result."""
     sides.copy(site, scratch / "stock")
     pages, gated, catalogues = (given[name] for name in ("pages", "gated", "patches"))
     overlay = trees.patched(site, scratch / "patched", pages, gated, catalogues)
     on_cpu = device.startswith("CPU")
     stock, patched = (
         Side(
-            name,
-            scratch / name,
-            trees.suite(tests, scratch / f"suite-{name}"),
-            overlay.gates if name == "patched" else {},
-            on_cpu,
-            given["fresh"],
+            *(name, scratch / name, trees.suite(tests, scratch / f"suite-{name}"), gates),
+            *(on_cpu, given["fresh"]),
         )
-        for name in ("stock", "patched")
+        for name, gates in (("stock", {}), ("patched", overlay.gates))
     )
     files = ordered(stock.suite, overlay.files, given["wanted"])
     if given["only"] is not None:
@@ -297,12 +244,12 @@ def compare(
     seconds = given["limit"] * 60 or float("inf")
     more = ["-k", given["expression"]] if given["expression"] else []
     limits = Limits(given["test_seconds"], given["file_seconds"])
-    with ExitStack() as servers, Shown(len(files)) as shown:
+    with ExitStack() as servers:
         for server in itertools.chain(*pairs):  # all at once, since their imports take long
             servers.callback(server.close)
             server.launch()
         until, end = begun + (1 - LAST) * seconds, begun + seconds
-        work = Work(pairs, limits, scratch / "jobs", more, until, end, shown)
+        work = Work(pairs, limits, scratch / "jobs", more, until, end, Shown(len(files)))
         work.run(files)
         work.again(given["reruns"])
     told = facts(overlay, tests, device, given["wanted"])

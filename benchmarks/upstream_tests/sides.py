@@ -17,13 +17,8 @@ from typing import Any
 
 from benchmarks import REPOSITORY
 from benchmarks.harness import trees as sides
-from benchmarks.upstream_tests.worker import (
-    FILE_LIMIT,
-    LONGEST_REASON,
-    STARTED,
-    outcomes,
-    without_folders,
-)
+from benchmarks.upstream_tests import worker
+from benchmarks.upstream_tests.worker import FILE_LIMIT, outcomes
 from cppmega.catalogue import loader as catalogue
 from cppmega.errors import CppmegaError
 from cppmega.host import process
@@ -31,7 +26,6 @@ from cppmega.overlay import receipt
 from cppmega.overlay.verdict import FAILURES
 from cppmega.tree.installed import Tree
 
-WORKER = "benchmarks.upstream_tests.worker"
 MARKERS = ("internal", "flaky", "flaky_in_dev", "experimental", "launch_on_gb200")
 PLUGINS = {"pytest_mock": "pytest_mock", "pytest_asyncio": "pytest_asyncio.plugin"}
 """Used if they are installed."""
@@ -75,12 +69,10 @@ class Side:
 def patched(
     site: Path, root: Path, pages: Sequence[str], gated: bool, catalogues: Sequence[Path] = ()
 ) -> Overlay:
-    """Copy a pristine tree and let the engine apply pages to it, as a user would.
+    """Copy a pristine tree and let the engine apply pages to it, or all, as a user would.
 
-    Args:
-        pages: their names; empty for all of them. Those that a variable turns on are included if
-            they are named, or if all `gated` ones are wanted.
-        catalogues: folders with more pages.
+    Those that a variable turns on are included if they are named, or if all `gated` ones are
+    wanted; `catalogues` are folders with more pages.
     """
     sides.copy(site, root)
     loaded = catalogue.load(catalogues)
@@ -135,16 +127,13 @@ def _environment(gates: Mapping[str, str]) -> dict[str, str]:
 
 
 class Server:
-    """A process of `worker.py`, which runs one file at a time."""
+    """A process of `worker.py`, which runs one file at a time, in a fork or a fresh interpreter."""
 
     def __init__(self, side: Side, log: Path) -> None:
-        self.side = side
-        self.log = log
+        self.side, self.log = side, log
         self.process: subprocess.Popen[str] | None = None
         self.extensions = log.with_suffix(".extensions")
-        self.ready = False
-        self.forks = False
-        """Whether files run in forks of the process; otherwise each runs in a fresh interpreter."""
+        self.ready = self.forks = False
 
     def launch(self) -> None:
         """Start it; it then imports what every file needs, and answers when it is ready.
@@ -154,7 +143,7 @@ class Server:
         self.close()
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", WORKER],
+                [sys.executable, "-m", worker.__name__],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -252,11 +241,9 @@ def _job(folder: Path, file: str, limits: Limits, more: Sequence[str]) -> dict[s
 
 
 def _blamed(report: Path, ended: str) -> bool:
-    begun = [test for test, (how, _) in outcomes(report).items() if how == STARTED]
-    word = "timed out" if ended.endswith("limit") else "crashed"
+    begun = [test for test, (how, _) in outcomes(report).items() if how == worker.STARTED]
     with report.open("a") as lines:
-        for test in begun:
-            lines.write(json.dumps([test, word, ended]) + "\n")
+        lines.writelines(json.dumps([test, _word(ended), ended]) + "\n" for test in begun)
     return bool(begun) and ended != FILE_LIMIT
 
 
@@ -265,7 +252,10 @@ def _whole(found: Outcomes, file: str, ended: str, log: Path) -> Outcomes:
     if found or ended in ("status 0", "status 5"):
         return found
     said = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-    word = "timed out" if ended.endswith("limit") else "crashed"
-    outcome = "error" if ended.startswith("status") else word
-    last = without_folders(said[-1])[:LONGEST_REASON] if said else ""
+    outcome = "error" if ended.startswith("status") else _word(ended)
+    last = worker.without_folders(said[-1])[: worker.LONGEST_REASON] if said else ""
     return {file: (outcome, f"{ended}: {last}")}
+
+
+def _word(ended: str) -> str:
+    return "timed out" if ended.endswith("limit") else "crashed"

@@ -1,12 +1,9 @@
 """The process that runs files of Megatron's unit tests against one tree, each in a fork of itself.
 
-Started by `run.py`. Reads an order and then one job per line on stdin, answers each job
-with one line on stdout. What every file imports is imported once, before the first fork. If that
-has initialized CUDA, which does not survive a fork, or on request, each file gets a fresh
-interpreter.
-
-A plugin of pytest records the outcome of every test, one JSON line at a time. Each line is flushed
-at once: if a test ends the process, everything before it is known, and a second process continues
+Reads an order and then one job per line on stdin, answers each job with one line on stdout. What
+every file imports is imported once, before the first fork. If that has initialized CUDA, which does
+not survive a fork, or on request, each file gets a fresh interpreter. A plugin of pytest writes the
+outcome of every test at once, as a line of JSON: if a test ends the process, a second one continues
 with the tests that have no line yet.
 """
 
@@ -79,10 +76,9 @@ class Recorder:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """A module or class that cannot be collected counts as one test."""
-        if report.failed:
-            self.write(report.nodeid, "error", _reason(report))
-        elif report.skipped:
-            self.write(report.nodeid, "skipped", _reason(report))
+        if not report.passed:
+            outcome = "error" if report.failed else "skipped"
+            self.write(report.nodeid, outcome, _reason(report))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
@@ -93,9 +89,8 @@ class Recorder:
     def pytest_runtest_logstart(self, nodeid: str, location: Any) -> None:
         """Record that a test started; a test that ends the process leaves only this line.
 
-        What the one before has left goes now, on both sides. Some of Megatron's tests destroy the
-        process groups in a `__del__`: run by Python's own collector, whose time depends on all the
-        code that was imported, it would hit another test.
+        What the one before has left goes now, on both sides: some tests destroy the process groups
+        in a `__del__`, and run by Python's own collector, it would hit another test.
         """
         for name in ("last_exc", "last_type", "last_value", "last_traceback"):
             vars(sys).pop(name, None)
@@ -110,17 +105,13 @@ class Recorder:
 
     def pytest_runtest_logfinish(self, nodeid: str, location: Any) -> None:
         """Record the end of a test."""
-        outcome, reason = self.found.pop(nodeid, ("passed", ""))
-        self.write(nodeid, outcome, reason)
+        self.write(nodeid, *self.found.pop(nodeid, ("passed", "")))
 
 
 def outcomes(file: Path) -> dict[str, tuple[str, str]]:
     """Outcome and reason of each test; later lines replace earlier ones."""
-    found: dict[str, tuple[str, str]] = {}
-    for line in file.read_text().splitlines() if file.exists() else ():
-        test, outcome, reason = json.loads(line)
-        found[test] = (outcome, reason)
-    return found
+    lines = file.read_text().splitlines() if file.exists() else ()
+    return {test: (outcome, reason) for test, outcome, reason in map(json.loads, lines)}
 
 
 def _outcome(report: pytest.TestReport) -> str | None:

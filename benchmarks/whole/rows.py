@@ -2,45 +2,13 @@
 
     python -m benchmarks.whole.rows --site SITE --work SCRATCH --out DIR --data TRAIN [--only ROWS]
 
-Every row but the first changes one thing of the recipe:
-
-\b
-    recipe      nothing
-    recomputed  Mamba layers, activations of experts and MLPs, and MLA's projections are recomputed
-    experts     layers of experts, MLPs and MLA's projections are recomputed, Mamba layers are not
-    kept        four sequences at a time; nothing is recomputed
-    four        four sequences at a time; Mamba layers and layers of experts are recomputed
-    eight       eight at a time, and the same
-    permute     tokens are ordered for the experts by torch, not by Transformer Engine's kernels
-    router      and so are the routers' scores and top-k
-    grads       weight gradients are written in bf16, and then added to fp32
-    products    every expert of a layer has products of its own
-    gathered    every GPU computes its experts for all tokens, which are gathered, not exchanged
-    beside      the shared expert is computed while tokens are exchanged
-    averaged    the reduction of gradients averages them, and they are not scaled before it
-    shared      IndexShare: three of nine DSA layers select keys for all
-    heads       the heads' losses are taken from logits
-    dsa         DSA in plain torch, as the release has it; its scores are recomputed
-    plain       DSA in plain torch; nothing is recomputed for it
-    mhc         hyper-connections in plain torch
-    alone       on one GPU, without parallelism, with all sequences of a step
-    share       on one GPU, without parallelism, with a GPU's share of the sequences of a step
-    glue        without the pages that save time between the large kernels
-    stock       DSA, heads and glue as the release has them, one sequence at a time, all recomputed
-    stock_two   and two at a time
-    one         one sequence at a time
-    graphs      and attention and routers are captured in CUDA graphs, which keep a pool
-    fp8         products in FP8, scaled per tensor
-    fp8_experts only those of the routed experts
-    fp8_gather  products in FP8, whose parameters are stored and gathered in FP8
-    again       nothing: how far equal runs are apart
+Every row but the first changes one thing of the recipe; `ROWS` says what.
 
 --set changes the recipe of all rows. Each run is a process, whose last two steps are profiled and
-not measured. After each run DIR/RECIPE_rows.json and .md are written. A run that is in there is not
-repeated, so that the same command continues a call that was cut off. A run that is out of memory is
-a result, and so are the steps of one that was stopped at its time limit. Calls with other rows and
-another SCRATCH may run at the same time on other GPUs of the host, and write to the same DIR;
---note then says so.
+not measured. DIR/RECIPE_rows.json and .md are written after each, and a run that is in there is not
+repeated. Out of memory is a result, and so are the steps of a run that was stopped at its time
+limit. Calls with other rows and another SCRATCH may run at the same time on other GPUs of the host,
+and write to the same DIR; --note then says so.
 """
 
 from __future__ import annotations
@@ -125,6 +93,7 @@ ROWS: Mapping[str, Row] = {
     "permute": Row(("moe_permute_fusion=False",)),
     "router": Row(("moe_router_fusion=False",)),
     "grads": Row(("gradient_accumulation_fusion=False",)),
+    # Every expert of a layer has products of its own.
     "products": Row(variables={"NVTE_USE_CUTLASS_GROUPED_GEMM": "0"}),
     "gathered": Row(("moe_token_dispatcher_type=allgather",)),
     "beside": Row(arguments=("--moe-shared-expert-overlap",)),
@@ -136,6 +105,7 @@ ROWS: Mapping[str, Row] = {
     "mhc": Row(("use_fused_mhc=False",)),
     "alone": Row(_ALONE),
     "share": Row(_ALONE, shares=True),
+    # Without the pages that save time between the large kernels.
     "glue": Row(without=_GLUE),
     "stock": Row((*_STOCK, _ONE), without=(*_DSA, *_GLUE)),
     "stock_two": Row((*_STOCK, "micro_batch_size=2"), without=(*_DSA, *_GLUE)),
@@ -144,7 +114,7 @@ ROWS: Mapping[str, Row] = {
     "fp8": Row(_FP8),
     "fp8_experts": Row((*_FP8, "gates=(('CPPMEGA_SELECTIVE_FP8_MOE', '1'),)")),
     "fp8_gather": Row(_FP8, arguments=("--fp8-param-gather",)),
-    "again": Row(),
+    "again": Row(),  # how far equal runs are apart
 }
 
 
@@ -156,7 +126,7 @@ ROWS: Mapping[str, Row] = {
 @click.option("--steps", default=25, show_default=True, help="Steps of a run, ten to warm up.")
 @click.option("--timeout", default=400.0, show_default=True, help="Seconds for one run.")
 @click.option("--name", help="Of the result's files [RECIPE_rows].")
-@click.option("--note", help="What else the page says, such as what ran at the same time.")
+@click.option("--note", default="", help="What else the page says.")
 def main(
     places: Places,
     recipe: str,
@@ -165,17 +135,14 @@ def main(
     steps: int,
     timeout: float,
     name: str | None,
-    note: str | None,
+    note: str,
 ) -> None:
     chosen = results.chosen(only, ROWS, "rows")
     places.create()
     name = name or f"{recipe}_rows"
     base = recipes_index.with_text(recipes_index.load(recipe), changes)
-    header = {
-        **runs.header(Bench(base, changes, *places, timeout)),
-        "benchmark": "whole_rows",
-        **({"note": note} if note else {}),
-    }
+    header = {**runs.header(Bench(base, changes, *places, timeout)), "benchmark": "whole_rows"}
+    header |= {"note": note} if note else {}
     for each in chosen:
         if each in results.read(places.out, name).get("rows", {}):
             continue
@@ -206,10 +173,10 @@ def in_environment(recipe: Recipe, row: Row) -> Iterator[None]:
 
 
 def ran(bench: Bench, name: str, steps: int, row: Row) -> dict[str, Any]:
-    gates = sorted(f"{variable}={value}" for variable, value in bench.recipe.wanted_gates)
+    parts = sorted(f"{variable}={value}" for variable, value in bench.recipe.wanted_gates)
+    parts += [f"without-{name}"] if row.without else []
     left_out = (word for page in row.without for word in ("--without", page))
-    of_row = [f"without-{name}"] if row.without else []
-    tree = bench.tree(",".join([*gates, *of_row]) or "plain", *left_out)
+    tree = bench.tree(",".join(parts) or "plain", *left_out)
     profile = runs.profiled(_PROFILED, steps, bench.out / f"{name}-profile")
     try:
         rows = runs.trained(bench, name, tree, *profile, "--", *row.arguments)

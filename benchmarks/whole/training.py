@@ -5,15 +5,13 @@
         --data TRAIN --held-out HELD
     python -m benchmarks.whole.training draw DIR/nam56r_h200_2gpu_ep2.json
 
-TRAIN and HELD are datasets as `scripts/code_corpus.py` makes them; HELD is for a
-recipe with eval_interval, and no other is evaluated. The run saves one checkpoint, is killed some
-steps after it, and resumes from it: the steps in between are trained twice, and their losses
-compared. Two steps before the kill are profiled, unless it comes too early for that. With --reload
-RECIPE, that recipe loads the same checkpoint at the end, with other ranks for example, and trains
-the steps after it once more, and so do all others that are given; the resumed part then saves
-nothing, so that the checkpoint stays.
-Writes NAME.json and NAME.md, and `draw` NAME.png. What can only fail is refused at once, as the
-ranks would refuse it minutes later.
+TRAIN and HELD are datasets of `scripts/code_corpus.py`; HELD is for a recipe with eval_interval, as
+no other is evaluated. The run saves one checkpoint, is killed some steps after it, and resumes from
+it: the steps in between are trained twice, and their losses compared. Two steps before the kill are
+profiled, unless it comes too early for that. With --reload RECIPE, that recipe loads the checkpoint
+at the end, with other ranks for example, and trains the steps after it once more; the resumed part
+then saves nothing. Writes NAME.json and NAME.md, and `draw` NAME.png. What can only fail is refused
+at once, as the ranks would refuse it minutes later.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -47,11 +45,8 @@ from cppmega.training.requirements import Start
 
 NAME = "overlay"
 CHECKPOINTS = "checkpoints"
-PROFILED = 2
-"""Steps of the profile."""
-PROFILE_AFTER = 40
-"""Step before the profile, where the caller names none."""
-_STEP = click.IntRange(1)
+PROFILED, PROFILE_AFTER = 2, 40
+"""Steps of the profile, and the one before it where the caller names none."""
 
 
 @contextlib.contextmanager
@@ -63,14 +58,13 @@ def refusing() -> Iterator[None]:
         raise click.ClickException(error.render().removeprefix("error: ")) from None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Course:
-    """The steps after which a run is saved, profiled and killed."""
+    """The steps after which a run is saved, killed and, if at all, profiled."""
 
     save_after: int
     kill_after: int
     profile_after: int | None
-    """None: nothing is profiled."""
 
 
 def course(
@@ -78,12 +72,7 @@ def course(
 ) -> Course:
     """The course of a run that can give a result; UsageError if it could only fail.
 
-    Args:
-        recipe: the run.
-        save_after: the step of the checkpoint.
-        kill_after: the step before the kill.
-        profile_after: the step before the profile, if the caller names one.
-        reloaded: steps that another recipe trains after the checkpoint; 0: none.
+    `reloaded` are the steps that another recipe trains after the checkpoint, or 0.
     """
     last = recipe.train_iters
     profile = PROFILE_AFTER if profile_after is None else profile_after
@@ -92,8 +81,8 @@ def course(
     for wrong, why in (
         (
             save_after >= kill_after,
-            f"--save-after {save_after} must be below --kill-after {kill_after}: there would be no "
-            "checkpoint to resume from, or no step to train twice.",
+            f"--save-after {save_after} must be below --kill-after {kill_after}, or there is no "
+            "checkpoint to resume from and no step to train twice.",
         ),
         (
             kill_after >= 2 * save_after,
@@ -122,8 +111,7 @@ def course(
         ),
     ):
         _refuse(wrong, why)
-    after = profile if fits else None
-    return Course(save_after=save_after, kill_after=kill_after, profile_after=after)
+    return Course(save_after, kill_after, profile if fits else None)
 
 
 def _refuse(wrong: bool, why: str) -> None:
@@ -137,6 +125,12 @@ def shipped(name: str, changes: tuple[str, ...]) -> Recipe:
     return recipes_index.with_text(recipes_index.load(name), changes)
 
 
+LAYOUT = tuple(
+    f"{kind}_parallel_size"
+    for kind in ("tensor_model", "pipeline_model", "virtual_pipeline_model", "expert_model")
+)
+
+
 def check_layouts(saving: Recipe, loading: Recipe) -> None:
     """Check that one recipe's checkpoint has a format that the other can load.
 
@@ -145,18 +139,9 @@ def check_layouts(saving: Recipe, loading: Recipe) -> None:
     """
     by_bucket = saving.use_distributed_optimizer and not saving.dist_ckpt_optim_fully_reshardable
     _refuse(
-        by_bucket and _layout(saving) != _layout(loading),
+        by_bucket and any(getattr(saving, size) != getattr(loading, size) for size in LAYOUT),
         f"{loading.name} has another layout than {saving.name} and cannot load its checkpoint. "
         "--set dist_ckpt_optim_fully_reshardable=True saves one for every layout.",
-    )
-
-
-def _layout(recipe: Recipe) -> tuple[int, ...]:
-    return (
-        recipe.tensor_model_parallel_size,
-        recipe.pipeline_model_parallel_size,
-        recipe.virtual_pipeline_model_parallel_size,
-        recipe.expert_model_parallel_size,
     )
 
 
@@ -175,22 +160,14 @@ def check_gpus(recipe: Recipe) -> None:
         )
 
 
-def check(bench: Bench, options: RunOptions) -> None:
-    """Check a start of the run, and that this host has the GPUs for it."""
-    check_start(bench.recipe, replace(options, data=(str(bench.data),)), bench.site)
-    check_gpus(bench.recipe)
-
-
-@dataclass
-class Part:
+class Part(NamedTuple):
     """What one start of a run did."""
 
     rows: list[Row]
     first: float
     """Seconds from its start to the end of its first step."""
-    said: str
-    """Its log."""
-    stopped: Stopped | None = None
+    log: str
+    stopped: Stopped | None
     """Why it was stopped, if it did not end by itself and was not killed on purpose."""
 
 
@@ -232,12 +209,12 @@ def kill_once_saved(bench: Bench, process: subprocess.Popen[bytes], saved: Path)
 def reloading(bench: Bench, other: str) -> Bench:
     """The same run with another recipe, which must be able to load the run's checkpoint.
 
-    Its global batch and its length are those of the run, so that the steps have the same samples
-    and learning rates. Nothing is evaluated.
+    Its steps have the same samples and learning rates. Nothing is evaluated.
     """
-    batch, steps = bench.recipe.global_batch_size, bench.recipe.train_iters
-    same = (f"global_batch_size={batch}", f"train_iters={steps}", "eval_interval=0")
-    changes = (*bench.changes, *same)
+    same = (
+        f"{name}={getattr(bench.recipe, name)}" for name in ("global_batch_size", "train_iters")
+    )
+    changes = (*bench.changes, *same, "eval_interval=0")
     recipe = shipped(other, changes)
     check_layouts(bench.recipe, recipe)
     return replace(bench, recipe=recipe, changes=changes)
@@ -261,19 +238,13 @@ def reloaded(again: Bench, tree: Path, options: RunOptions, saved: int) -> dict[
 def first_options(bench: Bench, course: Course, held_out: Path | None) -> RunOptions:
     """The options of the start that is killed, beside those that a bench gives to all."""
     evaluates = bench.recipe.eval_interval > 0  # else, the trainer refuses held-out data
-    options = RunOptions(
-        held_out=(str(held_out.resolve()),) if held_out is not None and evaluates else (),
-        save=bench.work / CHECKPOINTS,
-        save_interval=course.save_after,
-    )
+    held = (str(held_out.resolve()),) if held_out is not None and evaluates else ()
+    saved = bench.work / CHECKPOINTS
+    options = RunOptions(held_out=held, save=saved, save_interval=course.save_after)
     if course.profile_after is None:
         return options
-    return replace(
-        options,
-        profile=PROFILED,
-        profile_after=course.profile_after,
-        profile_folder=bench.out / "profile",
-    )
+    folder, after = bench.out / "profile", course.profile_after
+    return replace(options, profile=PROFILED, profile_after=after, profile_folder=folder)
 
 
 def killed_and_resumed(
@@ -281,8 +252,7 @@ def killed_and_resumed(
 ) -> tuple[Stopped | None, dict[str, Any]]:
     """Why the resumed part was stopped, if it was, and the measurement of the run.
 
-    Args:
-        unsaved: why the resumed part saves nothing, as the caller wants; empty: it may save.
+    `unsaved` says why the resumed part shall save nothing; empty: it may save.
     """
     killed = part(bench, tree, options, course.kill_after)
     notes, again = [], replace(options, profile=None)
@@ -299,7 +269,7 @@ def killed_and_resumed(
     return resumed.stopped, {
         **whole_report.measured(killed.rows, resumed.rows, course.save_after),
         "seconds_to_first_step": [round(killed.first, 1), round(resumed.first, 1)],
-        "saves": whole_report.saves(killed.said) + whole_report.saves(resumed.said),
+        "saves": whole_report.saves(killed.log) + whole_report.saves(resumed.log),
         **({"note": " ".join(notes)} if notes else {}),
     }
 
@@ -314,41 +284,23 @@ def main() -> None:
     """Train a whole recipe, killed once and resumed."""
 
 
-def _step(name: str, default: int | None, about: str) -> Any:
-    shown = default is not None
-    return click.option(name, type=_STEP, default=default, show_default=shown, help=about)
+def _step(name: str, about: str, default: int | None = None) -> Any:
+    return click.option(
+        name, type=click.IntRange(1), default=default, show_default=bool(default), help=about
+    )
 
 
 @main.command()
 @results.places("Prefix of the training data.")
-@click.option(
-    "--held-out",
-    type=results.FOLDER,
-    help="Prefix of the held-out data; needed, and used, only if the recipe has eval_interval.",
-)
+@click.option("--held-out", type=results.FOLDER, help="Prefix of the held-out data.")
 @click.option("--recipe", "recipe_name", default="nam56r_h200_2gpu_ep2", show_default=True)
 @click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Change the recipe.")
-@_step("--save-after", 100, "Step of the checkpoint.")
-@_step("--kill-after", 110, "Step before the kill.")
-@_step(
-    "--profile-after",
-    None,
-    f"Step before the {PROFILED} profiled ones, which precede the kill "
-    f"[{PROFILE_AFTER}; no profile if the kill comes before its end].",
-)
-@click.option(
-    "--reload",
-    "others",
-    multiple=True,
-    metavar="RECIPE",
-    help="Load the checkpoint with it at the end; repeatable.",
-)
-@_step("--reload-steps", 5, "Steps that it trains.")
-@click.option(
-    "--save-once",
-    is_flag=True,
-    help="The resumed part saves nothing, as with --reload; it would save at its end, too.",
-)
+@_step("--save-after", "Step of the checkpoint.", 100)
+@_step("--kill-after", "Step before the kill.", 110)
+@_step("--profile-after", f"Step before the profile [{PROFILE_AFTER}, if that is early enough].")
+@click.option("--reload", "others", multiple=True, help="Recipe that loads the checkpoint, too.")
+@_step("--reload-steps", "Steps that it trains.", 5)
+@click.option("--save-once", is_flag=True, help="The resumed part saves nothing.")
 @click.option("--name", help="Of the result's files [the recipe's].")
 @click.option("--timeout", default=1500.0, show_default=True, help="Seconds for one part.")
 def run(
@@ -367,8 +319,8 @@ def run(
 ) -> None:
     """Train, kill, resume and report; --set train_iters=N says how long.
 
-    What can only fail is refused before anything is started. What the resumed part has done until
-    the time limit is reported, too; if it stood still, the command fails then.
+    What the resumed part has done until the time limit is reported, too; if it stood still, the
+    command then fails.
     """
     with refusing():
         recipe = shipped(recipe_name, changes)
@@ -377,9 +329,9 @@ def run(
         bench = Bench(recipe, changes, *places, timeout)
         options = first_options(bench, steps, held_out)
         again = [reloading(bench, other) for other in others]
-        check(bench, options)
-        for one in again:
-            check(one, RunOptions())
+        for one, how in ((bench, options), *((one, RunOptions()) for one in again)):
+            check_start(one.recipe, replace(how, data=(str(one.data),)), one.site)
+            check_gpus(one.recipe)
     checkpoints = bench.work / CHECKPOINTS
     if checkpoints.exists():
         raise click.ClickException(f"{checkpoints} exists: a run would resume from it")
