@@ -53,21 +53,17 @@ def measure(version: str, runs: int) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch) / "tree"
         shutil.copytree(wheels.unpacked(version, print), root)
-        at = ["--megatron", str(root)]
+        at, here = ["--megatron", str(root)], Path(scratch)
         diff = subprocess.run([*python, "diff", *at], capture_output=True, text=True, check=True)
         patch = Path(scratch) / "overlay.diff"
         patch.write_text(diff.stdout)
         files = [line[6:] for line in diff.stdout.splitlines() if line.startswith("+++ b/")]
-        here = Path(scratch)
         rows: dict[str, list[float]] = {}
-
         git = ["git", "apply", "-p1", str(patch)]
+        verbs = {"cold apply": "apply", "second apply": "apply"}
+        verbs |= {verb: verb for verb in ("status", "diff", "revert")}
         commands = {
-            "cold apply": ([*python, "apply", *at], here),
-            "second apply": ([*python, "apply", *at], here),
-            "status": ([*python, "status", *at], here),
-            "diff": ([*python, "diff", *at], here),
-            "revert": ([*python, "revert", *at], here),
+            **{name: ([*python, verb, *at], here) for name, verb in verbs.items()},
             "git apply": (git, root),
             "libcst, whole files": ([sys.executable, "-c", WHOLE_MODULE, *files], root),
         }

@@ -24,9 +24,8 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
-from benchmarks import RESULTS
 from benchmarks.harness import results
 from cppmega.host import durable
 from cppmega.overlay import verbs as overlay
@@ -38,18 +37,10 @@ from tests.support import VERSIONS, patched, pristine
 
 
 @click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option(
-    "--version", default=VERSIONS[-1], show_default=True, help="Version of megatron-core."
-)
+@click.option("--version", default=VERSIONS[-1], show_default=True, help="Of megatron-core.")
 @click.option("--count", default=300, show_default=True, help="Configurations, but all pairs.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the random draw.")
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=RESULTS,
-    show_default=True,
-    help="Folder for configurations.json and configurations.md.",
-)
+@results.out_option()
 def main(version: str, count: int, seed: int, out: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         os.environ.setdefault("TESTS_SCRATCH", scratch)
@@ -94,11 +85,8 @@ def run(
     missing = [c for c in chosen if tuple(asdict(c).values()) not in done]
     if not missing:
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    shown = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
-    with shown, opened(stock, root) as (one, other):
-        task = shown.add_task("configurations", total=len(missing))
-        for setting in missing:
+    with opened(stock, root) as (one, other), Progress(console=Console(stderr=True)) as shown:
+        for setting in shown.track(missing, description="configurations"):
             records = records_of(setting, one, other)
             findings = law.judged(setting, records)
             result["rows"].append(row_of(setting, records, findings))
@@ -108,22 +96,19 @@ def run(
             for finding in findings:
                 if finding.kind in law.REGRESSIONS:
                     shown.console.print(f"{setting.name}: {finding}", markup=False)
-            shown.advance(task)
 
 
 def row_of(
     setting: Configuration, records: dict[str, Any], findings: list[law.Finding]
 ) -> dict[str, Any]:
     """The recorded outcome of a configuration."""
+    rows = {name: record["rows"] for name, record in records.items()}
     return {
         "configuration": asdict(setting),
-        "completed": [name for name, record in records.items() if "resumed" in record["rows"]],
+        "completed": [name for name, stages in rows.items() if "resumed" in stages],
         "steps": {
-            name: {
-                stage: [sum(row["losses"]), row["gradient"]]
-                for stage, row in record["rows"].items()
-            }
-            for name, record in records.items()
+            name: {stage: [sum(x["losses"]), x["gradient"]] for stage, x in stages.items()}
+            for name, stages in rows.items()
         },
         "findings": [list(asdict(finding).values()) for finding in findings],
         "seconds": sum(record["seconds"] for record in records.values()),

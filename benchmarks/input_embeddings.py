@@ -5,12 +5,11 @@
 Needs megatron-core and transformer-engine, whose layers the trainer uses, and no pages. Both are
 built at NAM56R's widths and run in this process on 8 sequences of 4096 tokens in bf16. The tokens
 are drawn log-uniformly, so that frequent n-grams repeat as they do in text, and documents end after
-512 tokens on average. What is timed is forward plus backward of everything that the embeddings add:
-ids, lookups, projections, and the sum with the token embedding. Times are medians of 10 with CUDA
-events, of work that is launched while the GPU is busy, as it is in training; beside them those of
-work that an idle GPU waits for, where the embeddings' short kernels cost what the host takes to
-launch them. The gradient of the token embeddings is the one that arrives: the layer computes one
-for its input, the embeddings do not. Writes input_embeddings_DEVICE.json and .md.
+512 tokens on average. Timed is forward plus backward of everything that the embeddings add: ids,
+lookups, projections, and the sum with the token embedding, whose gradient is the one that arrives.
+Times are medians of 10 with CUDA events, of work that is launched while the GPU is busy, as in
+training; beside them those on an idle GPU, where short kernels cost what the host takes to launch
+them. Writes input_embeddings_DEVICE.json and .md.
 """
 
 from __future__ import annotations
@@ -33,6 +32,12 @@ from cppmega.recipe import index as recipes_index
 from cppmega.sizes import stated as environment_sizes
 
 RECIPE = recipes_index.load("nam56r_h200_8gpu_bf16")
+SIZES = (
+    *("hidden_size", "ffn_hidden_size", "num_attention_heads", "moe_router_topk"),
+    *("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_aux_loss_coeff"),
+    *("moe_router_score_function", "moe_router_enable_expert_bias"),
+)
+"""Arguments of the layer that are fields of the recipe."""
 BATCH = 8
 DOCUMENT = 512
 """Mean length of a document, in tokens."""
@@ -48,22 +53,14 @@ def model_of(recipe: Recipe) -> Any:
     random.model_parallel_cuda_manual_seed(1)
     config = TransformerConfig(
         num_layers=1,
-        hidden_size=recipe.hidden_size,
-        ffn_hidden_size=recipe.ffn_hidden_size,
-        num_attention_heads=recipe.num_attention_heads,
+        **{name: getattr(recipe, name) for name in SIZES},
+        num_moe_experts=recipe.num_experts,
         normalization="RMSNorm",
         add_bias_linear=False,
         hidden_dropout=0.0,
         bf16=True,
         params_dtype=torch.bfloat16,
-        num_moe_experts=recipe.num_experts,
-        moe_router_topk=recipe.moe_router_topk,
-        moe_ffn_hidden_size=recipe.moe_ffn_hidden_size,
-        moe_shared_expert_intermediate_size=recipe.moe_shared_expert_intermediate_size,
-        moe_router_score_function=recipe.moe_router_score_function,
-        moe_router_enable_expert_bias=recipe.moe_router_enable_expert_bias,
         moe_router_dtype="fp32",
-        moe_aux_loss_coeff=recipe.moe_aux_loss_coeff,
         moe_router_load_balancing_type="aux_loss",
         moe_token_dispatcher_type="alltoall",
         moe_grouped_gemm=True,

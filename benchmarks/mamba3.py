@@ -4,15 +4,14 @@ usage: python -m benchmarks.mamba3 [--main ROOT] [--out benchmarks/results] [--o
 
 Needs mamba-ssm 2.3.2.post1 with cppmega's pages, tilelang and nvcc; with --alone, which measures
 only our mixer's MIMO, none of them. ROOT is a checkout of mamba-ssm's main branch, whose kernels
-are measured in the same process. The core is everything between the two projections of a layer:
-norms, dt, A, angles, scan, gate and the sum over ranks. mamba-ssm's is its kernels, with what
-surrounds them in plain torch, as in its module. A pack is compared with 8 sequences of as many
-tokens in the same process. Before anything is timed, our results and gradients are compared with
-plain torch in fp32 on short sequences. Times are medians of 10 with CUDA events, of forward plus
-backward; bytes are those of the distinct tensors that the core saves for its backward; what is
-outside the scan is all kernels but those that multiply matrices. On Hopper, MIMO is measured with
-the kernels for every GPU too. Writes mamba3_DEVICE.json and .md, or mamba3_alone_DEVICE, with the
-time of every kernel.
+are measured in the same process. The core is everything between the two projections of a layer;
+mamba-ssm's is its kernels, with what surrounds them in plain torch, as in its module. A pack is
+compared with 8 sequences of as many tokens. Before anything is timed, our results and gradients are
+compared with plain torch in fp32 on short sequences. Times are medians of 10 with CUDA events, of
+forward plus backward; bytes are those of the distinct tensors that the core saves for its backward;
+what is outside the scan is all kernels but those that multiply matrices. On Hopper, MIMO is
+measured with the kernels for every GPU too. Writes mamba3_DEVICE.json and .md, or
+mamba3_alone_DEVICE, with the time of every kernel.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ CASES: dict[str, tuple[Shape, int]] = {
 }
 RIVALS = ("MIMO, 8 x 4096", "SISO, 8 x 4096")
 """Cases in which mamba-ssm is measured too; its MIMO kernels compile for minutes for each."""
-SCANS = (*("mamba_mimo", "mamba3_siso"), *("forward_", "states_", "values_", "rows_"))
+SCANS = ("mamba_mimo", "mamba3_siso", "forward_", "states_", "values_", "rows_")
 """How the names of the kernels that multiply matrices begin."""
 CHUNK = {4: 16, 2: 32, 1: 64}
 TOLERANCE = 2e-2
@@ -96,13 +95,6 @@ def imported_from(root: Path) -> Iterator[None]:
         for name in own():
             del sys.modules[name]
         sys.modules.update(before)
-
-
-@contextmanager
-def for_every_gpu() -> Iterator[None]:
-    """Ours with the kernels in Triton alone, also on Hopper."""
-    with mock.patch.object(scan, "on_hopper", return_value=False):
-        yield
 
 
 def both_ways(way: Way, *given: Any) -> list[Tensor]:
@@ -159,7 +151,7 @@ def measure(
     ways: dict[str, Way] = {"ours": ours, **({"mamba-ssm": eager} if rivals else {})}
     row = {name: median(both_ways, way, *given) for name, way in ways.items()}
     if shape.rank > 1:
-        with for_every_gpu():
+        with mock.patch.object(scan, "on_hopper", return_value=False):
             row["ours in Triton"] = median(both_ways, ours, *given)
             row["ours in Triton, forward"] = median(ours, *given)
     if main is not None and rivals:

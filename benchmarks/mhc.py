@@ -4,11 +4,9 @@ usage: python -m benchmarks.mhc [--dev ROOT] [--out benchmarks/results] [--only 
 
 At the first shape it also measures Megatron's branch dev, from a checkout at ROOT, with the kernels
 that it selects on this GPU; Transformer Engine and Liger, if they are installed; and torch.compile
-of the reference. What a rival needs in another layout it is given so, outside of the time: streams
-`[s, b, C, n]` to Transformer Engine, phi `[n * C, V]` to Liger. Liger gets phi in the type of the
-streams, without which it does not use tensor cores. All implementations of a shape run in one
-process on the same inputs; the first calls, which compile and tune, are not counted. Results or
-gradients that differ from the reference by more than the rounding of bf16 explains stop the run.
+of the reference. What a rival needs in another layout it is given so, outside of the time. All run
+in one process on the same inputs; the first calls, which compile and tune, are not counted. Results
+or gradients that differ from the reference by more than the rounding of bf16 explains stop the run.
 (Against fp64, `pytest -m gpu tests/ops/mhc/test_mhc.py` compares ours.)
 
 Times are medians of 10 with CUDA events while the GPU has work queued, so that the host is not in
@@ -110,12 +108,9 @@ def dev(root: Path, shape: Shape) -> Way:
     sys.path.insert(0, str(root))
     module = importlib.import_module("megatron.core.transformer.hyper_connection")
     config = SimpleNamespace(
-        num_residual_streams=shape.n,
-        hidden_size=shape.c,
-        mhc_sinkhorn_iterations=ITERATIONS,
-        mhc_init_gating_factor=0.01,
+        **{"num_residual_streams": shape.n, "hidden_size": shape.c, "sequence_parallel": False},
+        **{"mhc_sinkhorn_iterations": ITERATIONS, "mhc_init_gating_factor": 0.01},
         use_fused_mhc=True,
-        sequence_parallel=False,
     )
     init = lambda self, config: torch.nn.Module.__init__(self)  # noqa: E731
     with mock.patch.object(module.MegatronModule, "__init__", init):
@@ -148,9 +143,7 @@ def transformer_engine(shape: Shape, *, one_gradient: bool) -> Way:
 
     def site(*leaves: Tensor) -> tuple[Tensor, Tensor]:
         streams, phi, alpha, bias, out = leaves
-        total = None
-        if one_gradient:
-            total = torch.empty(streams.shape, dtype=torch.float32, device=streams.device)
+        total = torch.empty_like(streams, dtype=torch.float32) if one_gradient else None
         seen, h_post, h_res = ops.mhc_generate_mix_and_aggregate(
             streams, phi, alpha, bias, fused_grad_x_acc_buffer=total
         )
@@ -234,9 +227,8 @@ def traffic(shape: Shape) -> dict[str, list[int]]:
 
 def large(shape: Shape) -> tuple[Inputs, Tensor]:
     """Inputs of so many tokens, of which some differ: drawing all takes minutes. And a bias."""
-    drawn = 64
-    few = checks.drawn(shape._replace(s=drawn), torch.bfloat16, device="cuda")
-    times = shape.s // drawn
+    few = checks.drawn(shape._replace(s=64), torch.bfloat16, device="cuda")
+    times = shape.s // 64
     streams, out = few.streams.repeat(times, 1, 1, 1), few.out.repeat(times, 1, 1)
     return Inputs(streams, *few.parameters, out), few.bias
 
@@ -266,10 +258,8 @@ def measure(shape: Shape, ways: Ways, times: dict[str, float], save: Callable[[]
         times[name] = queued(gpu.both_ways, way.call, leaves, turned)
         print(f"{name}: {times[name]:.3f} ms", flush=True)
         save()
-    if "ours" in ways:
-        leaves = (*given, of_out)
-        times["ours, with a bias"] = queued(gpu.both_ways, ours, leaves, upstream)
-        save()
+    times["ours, with a bias"] = queued(gpu.both_ways, ours, (*given, of_out), upstream)
+    save()
 
 
 def own_inputs(
@@ -312,13 +302,10 @@ def measure_ops(shape: Shape, speed: float) -> dict[str, list[float]]:
     }
     found = {}
     for name, call in calls.items():
-        results = call()
-        upstream = [torch.randn_like(x) for x in results]
-        backward = lambda r=results, n=name, u=upstream: torch.autograd.grad(  # noqa: E731
-            r, needed[n], u, retain_graph=True
-        )
-        forward = queued(call)
-        times = [forward, queued(backward)]
+        out = call()
+        given_back = (out, needed[name], [torch.randn_like(x) for x in out])
+        backward = partial(torch.autograd.grad, *given_back, retain_graph=True)
+        times = [queued(call), queued(backward)]
         least = [size / speed for size in traffic(shape).get(name, ())]
         found[name] = times + [a / b for a, b in zip(least, times, strict=False)]
     return found
@@ -343,15 +330,13 @@ def op_table(ops: dict[str, dict[str, list[float]]]) -> Iterator[str]:
         share = " (" + ", ".join(f"{x:.0%}" for x in shares) + ")" if shares else ""
         return f"{forward:.3f} / {backward:.3f}{share}"
 
-    rows = (
-        [
-            name,
-            *(cell(*found[name]) for found in ops.values()),
-            " / ".join(f"{x:.3f}" for x in PUBLISHED.get(name, ())),
-        ]
-        for name in next(iter(ops.values()))
+    def row(name: str) -> Iterator[str]:
+        yield from (name, *(cell(*found[name]) for found in ops.values()))
+        yield " / ".join(f"{x:.3f}" for x in PUBLISHED.get(name, ()))
+
+    return results.table(
+        ["op", *ops, "published for Blackwell"], map(row, next(iter(ops.values())))
     )
-    return results.table(["op", *ops, "published for Blackwell"], rows)
 
 
 def page(report: dict[str, Any]) -> str:

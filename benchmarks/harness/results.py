@@ -176,8 +176,7 @@ def write(out: Path, name: str, report: Any, page: Page | None = None) -> None:
 def read(out: Path, name: str) -> dict[str, Any]:
     """NAME.json of the folder; empty if there is no such file."""
     file = out / f"{name}.json"
-    found: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
-    return found
+    return dict(json.loads(file.read_text())) if file.is_file() else {}
 
 
 @contextlib.contextmanager

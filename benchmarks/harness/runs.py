@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,11 +35,11 @@ class Stopped(click.ClickException):
 
 
 class TimeIsUp(Stopped):
-    """A run was stopped at its time limit."""
+    """It was stopped at its time limit."""
 
 
 class StoodStill(Stopped):
-    """A run was stopped because it no longer wrote anything."""
+    """It no longer wrote anything."""
 
 
 @dataclass
@@ -119,11 +119,9 @@ class Bench:
                 print(f"{name}: step {step}", file=sys.stderr)
             if until is not None and step >= until:
                 return
-            now = time.monotonic()
-            files = (self.log(name), self.metrics(name))
+            now, files = time.monotonic(), (self.log(name), self.metrics(name))
             size = sum(file.stat().st_size for file in files if file.is_file())
-            if size != written:
-                heard, written = now, size
+            heard, written = (heard if size == written else now), size
             if now > started + self.timeout:
                 kill(process)
                 raise TimeIsUp(f"{name} ran for more than {self.timeout:.0f} s")
@@ -180,13 +178,11 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def prepare(prefix: Path, site: Path, text: Sequence[Path] = (), structure: bool = False) -> Path:
-    """Prepare text as a dataset: the given folders, or the sources of Python's standard library."""
+def prepare(prefix: Path, site: Path, structure: bool = False) -> Path:
+    """Prepare the sources of Python's standard library as a dataset."""
     if not corpus.with_suffix(prefix, ".json").is_file():
-        sources = text or (Path(os.__file__).parent,)
         command = [sys.executable, str(REPOSITORY / "scripts" / "prepare_data.py")]
-        command += ["--out", str(prefix), *map(str, sources)]
-        command += [] if text else ["--suffix", ".py"]
+        command += ["--out", str(prefix), str(Path(os.__file__).parent), "--suffix", ".py"]
         command += ["--structure"] if structure else []
         subprocess.run(command, check=True, env=trees.environment(site), stdout=sys.stderr)
     return prefix
@@ -229,9 +225,8 @@ print(json.dumps(stack | {name: version(name) for name in names if version(name)
 
 def header(bench: Bench) -> dict[str, Any]:
     """The header of a result: recipe, software, data."""
-    done = subprocess.run(
-        [sys.executable, "-c", _STACK], capture_output=True, text=True, env=trees.environment()
-    )
+    command, env = [sys.executable, "-c", _STACK], trees.environment()
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
     if done.returncode:
         why = done.stderr.strip().rpartition("\n")[2]
         raise click.ClickException(f"This host has no GPU that torch can use. {why}")
@@ -250,11 +245,8 @@ def header(bench: Bench) -> dict[str, Any]:
 def described(prefix: Path) -> dict[str, Any]:
     """What a result says about a dataset."""
     found = corpus.open_(prefix)
-    return {
-        "fingerprint": found.card.fingerprint if found.card else "",
-        "tokens": found.tokens,
-        "documents": found.documents,
-    }
+    fingerprint = found.card.fingerprint if found.card else ""
+    return {"fingerprint": fingerprint, "tokens": found.tokens, "documents": found.documents}
 
 
 def on(result: Mapping[str, Any]) -> str:

@@ -30,12 +30,8 @@ def trained(
 ) -> dict[str, list[float]]:
     """Losses and gradient norms of a few steps of Adam on fp32 copies of the weights.
 
-    Args:
-        model: from the seed of all ways.
-        batch: what the model is called with, by the number of the batch.
-        steps: their number.
-        nudge: every weight begins so far away, relative to itself.
-        all_learn: every parameter must have a gradient.
+    `batch` gives what the model is called with, by the number of the batch. Every weight begins
+    `nudge` away, relative to itself. With `all_learn`, every parameter must have a gradient.
     """
     parameters = list(model.parameters())
     copies = [p.detach().float().cpu().clone() for p in parameters]
@@ -80,16 +76,10 @@ def verdict(
 def judged(runs: Mapping[str, Curves], references: Sequence[str], form: str) -> list[list[str]]:
     """Rows of a table: a run's curve, first and last value, and the verdict on it."""
     known = [runs[name] for name in references if name in runs]
-    return [
-        [
-            f"{name}, {what}",
-            *(format(run[what][at], form) for at in (0, -1)),
-            *(
-                ["", "", "reference"]
-                if name in references
-                else verdict(run[what], [each[what] for each in known])
-            ),
-        ]
-        for name, run in runs.items()
-        for what in ("loss", "grad norm")
-    ]
+    rows = []
+    for name, run in runs.items():
+        for what in ("loss", "grad norm"):
+            found = verdict(run[what], [each[what] for each in known])
+            found = ["", "", "reference"] if name in references else found
+            rows.append([f"{name}, {what}", *(f"{run[what][at]:{form}}" for at in (0, -1)), *found])
+    return rows

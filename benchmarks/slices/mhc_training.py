@@ -12,8 +12,7 @@
 
 DIR/mhc_training_DEVICE.json and .md are written after each run, which is a process, and a .png with
 the curves at the end. A run that is in there is not repeated (`--again` does), so a call that came
-to the end of --minutes is continued by the same command. Without a GPU there is only `small`, at
-sizes that Triton's interpreter can do. What has no result is named as not run.
+to the end of --minutes is continued by the same command. What has no result is named as not run.
 """
 
 from __future__ import annotations
@@ -69,7 +68,6 @@ SMALL = {
     **{way: (way, "") for way in ("reference", "again", "nudged", "fused", "recomputed")},
 }
 """Run -> its way, and its device, if that is not the GPU."""
-ON_CPU = ("reference", "again", "nudged", "fused")
 OF_RECIPE = (
     *("overlay", "steps", "milliseconds", "tokens_per_second", "tflops_per_gpu"),
     *("tflops_per_gpu_by_megatron", "peak_gib", "first_loss", "last_loss"),
@@ -98,9 +96,7 @@ class Training:
     again: bool = False
 
     def __post_init__(self) -> None:
-        has_gpu = torch.cuda.is_available()
-        self.device = torch.cuda.get_device_name() if has_gpu else "CPU"
-        self.name = f"mhc_training_{card(self.device)}"
+        self.name = f"mhc_training_{card()}"
         self.taken: dict[str, list[float]] = {}
         self.call = datetime.now(UTC).isoformat(timespec="minutes")
         """When this call began: hosts differ, so times of two calls have no ratio."""
@@ -108,19 +104,16 @@ class Training:
             **{part: {} for part in LABELS},
             **({} if self.again else results.read(self.out, self.name)),
             **{"benchmark": "mhc_training", "date": date.today().isoformat()},
-            **{"device": self.device, "torch": torch.__version__, "triton": version("triton")},
-            "megatron-core": version("megatron-core"),
+            **{"device": torch.cuda.get_device_name(), "torch": torch.__version__},
+            **{name: version(name) for name in ("triton", "megatron-core")},
         }
-
-    def wanted(self) -> dict[str, tuple[str, ...]]:
-        return {"small": ON_CPU} if self.device == "CPU" else LABELS
 
     def left(self) -> float:
         return max(1.0, self.deadline - time.monotonic())
 
     def part(self, name: str) -> None:
         """Run what is left of a part, and write after each run."""
-        for label in self.wanted().get(name, ()):
+        for label in LABELS[name]:
             if label in self.report[name]:
                 continue
             taken = self.taken.setdefault(name, [])
@@ -142,15 +135,11 @@ class Training:
 
     def small(self, label: str) -> dict[str, Any]:
         way, device = SMALL[label]
-        sizes = "TINY" if self.device == "CPU" else "SIZES"
         code = "from benchmarks.slices import mhc_curves as c\n"
-        code += f"c.main({way!r}, {self.steps}, c.{sizes})"
-        variables = {}
-        if self.device == "CPU" and way == "fused":
-            variables["TRITON_INTERPRET"] = "1"
-        if device == "cpu":
-            # With more threads than idle cores, each small product would wait for the last one.
-            variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "2"}
+        code += f"c.main({way!r}, {self.steps}, c.SIZES)"
+        # With more threads than idle cores, each small product would wait for the last one.
+        on_cpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "2"}
+        variables = on_cpu if device == "cpu" else {}
         root = self.work / "trees" / "small"
         if not root.is_dir():
             trees.made(self.site, root, *trees.only(PAGES))

@@ -4,11 +4,10 @@
 
 MIMO has Mamba-3 mixers of rank 4, which cppmega's scan computes on a GPU; SISO has those that
 mamba-ssm's kernels compute, where mamba-ssm is installed; M2RNN has M2RNN mixers and both input
-embeddings. Every run is a process and begins from the same weights, with the same batches and with
-Adam on fp32 copies of the weights: on the CPU, on the CPU from weights that are one rounding away,
-and on the GPU. A curve of the GPU is within the noise where it is not further from the nearest of
-the first two than a few times their largest distance. Writes mixer_curves_DEVICE.json, .md and
-.png; models of an earlier call that are in there are kept.
+embeddings. Every run is a process and begins from the same weights, with the same batches: on the
+CPU, on the CPU from weights that are one rounding away, and on the GPU, whose curve may not be
+further from the nearest of these two than a few times their largest distance. Writes
+mixer_curves_DEVICE.json, .md and .png; models of an earlier call that are in there are kept.
 
 SITE holds a pristine `megatron/` with its dist-info; it is copied into SCRATCH and never changed.
 """
@@ -33,7 +32,7 @@ from benchmarks.slices.curves import FACTOR
 from cppmega.features.embeddings import layer as input_embeddings
 from cppmega.host import env
 from cppmega.proof import cpu_shims, small_models
-from cppmega.sizes import embeddings as input_embedding_sizes
+from cppmega.sizes import embeddings as embedding_sizes
 from cppmega.sizes import mixers as mixer_sizes
 from cppmega.sizes import stated as environment_sizes
 
@@ -53,10 +52,8 @@ MODELS = {
         "R*R-",
         {
             env.M2RNN.name: mixer_sizes.M2RNN(key_dim=32),
-            env.NGRAM_HASH.name: input_embedding_sizes.NgramHash(
-                heads=2, tables=(97, 101, 103, 107)
-            ),
-            env.STRUCTURE.name: input_embedding_sizes.Structure(bottleneck=8),
+            env.NGRAM_HASH.name: embedding_sizes.NgramHash(heads=2, tables=(97, 101, 103, 107)),
+            env.STRUCTURE.name: embedding_sizes.Structure(bottleneck=8),
         },
     ),
 }
@@ -106,9 +103,8 @@ def batch(seed: int, device: str) -> dict[str, torch.Tensor]:
 
 
 def run(model: str, way: str, steps: int, root: Path, log: Path) -> dict[str, list[float]]:
-    code = (
-        f"from benchmarks.slices import mixer_curves as c\nc.trained({model!r}, {way!r}, {steps})"
-    )
+    code = "from benchmarks.slices import mixer_curves as c\n"
+    code += f"c.trained({model!r}, {way!r}, {steps})"
     sizes = MODELS[model].sizes
     variables = {each: environment_sizes.text(size) for each, size in sizes.items()}
     if way != "kernels":

@@ -15,8 +15,6 @@ from benchmarks.harness.runs import Row
 
 WARM = 10
 """Steps left out of the medians."""
-SAVE, KILL, END = 20, 25, 40
-"""The resumed run saves every so many steps, is killed after that one, and ends at that one."""
 GRAPH_POOLS = "reserved for CUDA graphs, GiB"
 """Title of `graph_pool_gib`; tables of the slices leave it out where no run has graphs."""
 COLUMNS = {
@@ -47,7 +45,8 @@ def measured(rows: list[Row]) -> dict[str, Any]:
     """
     start = next(row for row in rows if "start" in row)
     steps = steps_of(rows)
-    refuse_mock_data(rows)
+    if any(row.get("mock_data") for row in rows):
+        raise click.ClickException("the run saw mock data, which must not appear in a result")
     for row in steps:
         if not all(math.isfinite(row[key] or math.nan) for key in ("loss", "grad_norm")):
             raise click.ClickException(f"step {row['step']}: {row['loss']=} {row['grad_norm']=}")
@@ -70,12 +69,6 @@ def measured(rows: list[Row]) -> dict[str, Any]:
         "curve": [[row["step"], row["loss"], row["grad_norm"], row["seconds"]] for row in steps],
         "mtp": [[row["step"], *mtp(row)] for row in steps],
     }
-
-
-def refuse_mock_data(rows: list[Row]) -> None:
-    """Raise a ClickException if a run did not train on text."""
-    if any(row.get("mock_data") for row in rows):
-        raise click.ClickException("the run saw mock data, which must not appear in a result")
 
 
 def steps_of(rows: list[Row]) -> list[Row]:
@@ -104,29 +97,6 @@ def losses(rows: list[Row]) -> dict[int, float]:
 def apart(one: dict[int, float], other: dict[int, float]) -> float | None:
     """The largest difference of losses over the steps that both have; None without any."""
     return max((abs(one[step] - other[step]) for step in one.keys() & other.keys()), default=None)
-
-
-def compared(
-    first: dict[int, float], again: dict[int, float], whole: dict[int, float]
-) -> dict[str, Any]:
-    """Compare a resumed run, and as a yardstick the killed one, with an uninterrupted run.
-
-    Raises:
-        ClickException: where it was not resumed from the checkpoint, or was not killed in time.
-    """
-    if min(again) != SAVE + 1:
-        raise click.ClickException(f"resumed at {min(again)}, the checkpoint was of step {SAVE}")
-    if max(first) >= END:
-        raise click.ClickException(f"the kill came too late, at step {max(first)}")
-    both = sorted(set(again) & set(whole))
-    return {
-        "killed_after_step": max(first),
-        "resumed_from_step": SAVE,
-        "compared_steps": [both[0], both[-1]],
-        "largest_difference": apart(again, whole),
-        "unkilled_difference": apart(first, whole),
-        "loss_span": max(whole.values()) - min(whole.values()),
-    }
 
 
 def headline(result: dict[str, Any]) -> str:

@@ -50,12 +50,9 @@ class OnTheCpu(TorchFunctionMode):
 
 def _cpu(device: Any) -> Any:
     """Replace a GPU, under any of its names, with the CPU; return anything else unchanged."""
-    is_gpu = (
-        (isinstance(device, int) and not isinstance(device, bool))
-        or (isinstance(device, str) and device.startswith("cuda"))
-        or (isinstance(device, torch.device) and device.type == "cuda")
-    )
-    return torch.device("cpu") if is_gpu else device
+    is_number = isinstance(device, int) and not isinstance(device, bool)
+    is_named = isinstance(device, str | torch.device) and str(device).startswith("cuda")
+    return torch.device("cpu") if is_number or is_named else device
 
 
 class Stream:
@@ -125,14 +122,14 @@ def _random_state() -> None:
         torch.set_rng_state(state)
 
     torch.cuda.default_generators = (torch.default_generator,)
+    cpu = torch.default_generator
     for module in (torch.cuda, torch.cuda.random):
         _replace(
             module,
             get_rng_state=lambda device=None: torch.get_rng_state(),
             set_rng_state=set_rng_state,
-            manual_seed=torch.default_generator.manual_seed,
-            manual_seed_all=torch.default_generator.manual_seed,
-            initial_seed=torch.default_generator.initial_seed,
+            **dict.fromkeys(("manual_seed", "manual_seed_all"), cpu.manual_seed),
+            initial_seed=cpu.initial_seed,
         )
 
 

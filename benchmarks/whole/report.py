@@ -26,11 +26,6 @@ _SAVE = re.compile(r"^cppmega: (checkpoint of step .*)$", re.MULTILINE)
 def measured(killed: list[Row], resumed: list[Row], saved: int) -> dict[str, Any]:
     """The run without the steps that were lost, and how those compare with their repetition.
 
-    Args:
-        killed: the rows until the kill.
-        resumed: the rows after it.
-        saved: the step of the checkpoint.
-
     Raises:
         ClickException: it was not resumed from there, a step is missing, or one is not finite.
     """
@@ -84,12 +79,10 @@ def repeated(rows: list[Row], whole: list[Row], saved: int) -> dict[str, Any]:
 
 
 def curves(steps: list[Row]) -> dict[str, Any]:
+    names, loads = steps[0]["losses"], (row.get("expert_load") for row in steps)
     return {
-        "losses": {
-            name: [float(f"{row['losses'][name]:.6g}") for row in steps]
-            for name in steps[0]["losses"]
-        },
-        "expert_load": [load_of(row["expert_load"]) for row in steps if row.get("expert_load")],
+        "losses": {n: [float(f"{row['losses'][n]:.6g}") for row in steps] for n in names},
+        "expert_load": [load_of(layers) for layers in loads if layers],
     }
 
 
@@ -147,6 +140,7 @@ def _rows(result: dict[str, Any], run: dict[str, Any], heads: list[str]) -> Iter
         ", ".join(f"{name} {run['losses'][name][at]:.3f}" for name in heads) for at in (0, -1)
     )
     farthest = max(abs(run["losses"][name][0] / expected - 1) for name in heads)
+    random = f"random weights are expected to have {expected:.3f} (ln V = {uniform:.3f})"
     yield ["overlay digest", str(run["overlay"])]
     yield ["steps", str(run["steps"])]
     yield ["step, ms", f"{run['milliseconds']:.1f}"]
@@ -154,11 +148,7 @@ def _rows(result: dict[str, Any], run: dict[str, Any], heads: list[str]) -> Iter
     yield ["TFLOP/s per GPU, every layer counted", f"{run['tflops_per_gpu']:.1f}"]
     yield ["TFLOP/s per GPU, as Megatron reports", str(run["tflops_per_gpu_by_megatron"])]
     yield ["peak memory, GiB", f"{run['peak_gib']:.2f}"]
-    yield [
-        "first losses",
-        f"{first}; random weights are expected to have {expected:.3f} (ln V = {uniform:.3f}), "
-        f"from which the farthest is {farthest:.1%}",
-    ]
+    yield ["first losses", f"{first}; {random}, from which the farthest is {farthest:.1%}"]
     yield ["last losses", last]
     if run["expert_load"]:
         least, _, most, extreme = run["expert_load"][-1]

@@ -175,20 +175,6 @@ def test_a_run_that_does_not_fit_is_a_result(tmp_path: Path) -> None:
     assert "stock out of memory; linear 8192" in report.headline(full)
 
 
-def test_a_resumed_run_is_compared_with_the_run_that_went_through() -> None:
-    whole = {step: 10.0 - step / 10 for step in range(1, 51)}
-    first = {step: whole[step] + 0.01 for step in range(1, 26)}
-    again = {step: whole[step] - 0.02 for step in range(21, 41)}
-    found = report.compared(first, again, whole)
-    assert found["compared_steps"] == [21, 40] and found["killed_after_step"] == 25
-    assert found["largest_difference"] == pytest.approx(0.02)
-    assert found["unkilled_difference"] == pytest.approx(0.01)
-    with pytest.raises(click.ClickException, match="resumed at 1"):
-        report.compared(first, whole, whole)
-    with pytest.raises(click.ClickException, match="too late"):
-        report.compared(whole, again, whole)
-
-
 def test_a_line_being_written_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "stock.jsonl").write_text(json.dumps({"step": 1}) + '\n{"step": 2')
     assert a_bench(tmp_path).rows("stock") == [{"step": 1}]
