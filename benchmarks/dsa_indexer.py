@@ -17,6 +17,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -171,11 +172,8 @@ def measured(call: Call, times: int = 10) -> dict[str, Any]:
         return {"failed": str(error).split(".")[0]}
     on_device = torch.autograd.DeviceType.CUDA
     launches = sum(event.device_type == on_device for event in seen.events())
-    return {
-        "milliseconds": round(milliseconds, 3),
-        "peak_gib": round(peak, 2),
-        "launches": launches,
-    }
+    found = {"milliseconds": round(milliseconds, 3), "peak_gib": round(peak, 2)}
+    return found | {"launches": launches}
 
 
 LOSS = ("loss", "dq", "dk", "dweights")
@@ -234,8 +232,8 @@ def losses(theirs: Megatron, sparse: bool, batch: int, shape: dict[str, Any]) ->
     if not sparse or shape is PER_HEAD:
         pairs = batch * shape["sequence"] * (shape["sequence"] + 1) / 2
         # Attention scores twice; index scores for the choice, and if dense for loss, dq and dk.
-        (many, wide), heads, width = shape["attention"], shape["heads"], shape["width"]
-        products = 2 * pairs * (2 * many * wide + (1 if sparse else 4) * heads * width)
+        of_index = (1 if sparse else 4) * shape["heads"] * shape["width"]
+        products = 2 * pairs * (2 * math.prod(shape["attention"]) + of_index)
         row["floor"] = round(1e3 * products / PRODUCTS, 3)
     return row
 

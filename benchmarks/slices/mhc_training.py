@@ -123,15 +123,12 @@ class Training:
             print(f"{name}: {label}", file=sys.stderr, flush=True)
             started = time.monotonic()
             found = self.small(label) if name == "small" else self.trained(name, label)
-            self.report[name][label] = {**found, "call": self.call, **self.beside(name)}
+            base = self.report[name].get("without", {})
+            if base.get("call") == self.call and "milliseconds" in base:
+                found["milliseconds_without"] = base["milliseconds"]
+            self.report[name][label] = {**found, "call": self.call}
             taken.append(time.monotonic() - started)
             self.write()
-
-    def beside(self, name: str) -> dict[str, float]:
-        """The time without streams in the same call."""
-        base = self.report[name].get("without", {})
-        here = base.get("call") == self.call and "milliseconds" in base
-        return {"milliseconds_without": base["milliseconds"]} if here else {}
 
     def small(self, label: str) -> dict[str, Any]:
         way, device = SMALL[label]
@@ -173,19 +170,16 @@ class Training:
     def write(self) -> str:
         """Write what there is; the page."""
         for part, recipe in RECIPES.items():
-            if "facts" in (run := self.report[part].get("ours", {})):
-                self.write_recipe(recipe, run)
+            run = self.report[part].get("ours", {})
+            if "facts" in run:  # as `slices/training.py` writes a recipe's result
+                kept = {key: value for key, value in run.items() if key in OF_RECIPE}
+                facts = {**run["facts"], "benchmark": "mhc_training", "log": f"{self.name}.json"}
+                recipe_report.save(self.out, recipe, {**facts, "runs": {"overlay": kept}})
         every = [(part, label) for part, labels in LABELS.items() for label in labels]
         missing = [f"{part}, {label}" for part, label in every if label not in self.report[part]]
         page = "\n".join(table(self.report)) + "\n"
         page += f"\nNot run: {'; '.join(missing)}.\n" if missing else ""
         return results.save(self.out, self.name, self.report, page)
-
-    def write_recipe(self, recipe: str, run: dict[str, Any]) -> None:
-        """Write a run of a recipe as `slices/training.py` writes a recipe's result."""
-        kept = {key: value for key, value in run.items() if key in OF_RECIPE}
-        facts = {**run["facts"], "benchmark": "mhc_training", "log": f"{self.name}.json"}
-        recipe_report.save(self.out, recipe, {**facts, "runs": {"overlay": kept}})
 
 
 def table(report: Mapping[str, Any]) -> Iterator[str]:
@@ -197,8 +191,7 @@ def table(report: Mapping[str, Any]) -> Iterator[str]:
         f"{FACTOR:g} times the largest difference of any two references, or than one rounding."
     )
     for model in ("GPT", "hybrid"):
-        runs = {run: found[model] for run, found in report["small"].items()}
-        if runs:
+        if runs := small(report, model):
             yield from ("", f"## A small {model}, fp32", "", *_curves(runs))
     for part, title in {
         "gpt": "A GPT of 8 layers, C 4096, 4 streams, bf16",
@@ -206,6 +199,10 @@ def table(report: Mapping[str, Any]) -> Iterator[str]:
     }.items():
         if runs := report[part]:
             yield from ("", f"## {title}", "", *_speed(runs), "", *_curves(with_streams(runs)))
+
+
+def small(report: Mapping[str, Any], model: str) -> dict[str, Any]:
+    return {run: found[model] for run, found in report["small"].items()}
 
 
 def with_streams(runs: Mapping[str, Any]) -> dict[str, Any]:
@@ -262,10 +259,7 @@ def kept(name: str, run: Mapping[str, Any], base: Mapping[str, Any], together: i
 
 def draw(report: Mapping[str, Any], target: Path) -> None:
     """Draw the losses of all runs, and how far each is from the first reference."""
-    groups = {
-        f"small {model}": {run: found[model] for run, found in report["small"].items()}
-        for model in ("GPT", "hybrid")
-    }
+    groups = {f"small {model}": small(report, model) for model in ("GPT", "hybrid")}
     groups["GPT, C 4096"] = with_streams(report["gpt"])
     shown = {title: runs for title, runs in groups.items() if runs}
     if not shown:

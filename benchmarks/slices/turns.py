@@ -138,19 +138,17 @@ class Turns:
     def tree(self, side: str) -> Path:
         if side == "after" or not self.subject.pages:
             return self.bench.tree("after")
-        # No other page may bend a curve that is compared with stock.
-        ours = (*REFERENCE, *self.subject.curves)
-        pages = {"stock": REFERENCE, "again": REFERENCE, "ours": ours}.get(side) or self._others()
+        pages: tuple[str, ...] = REFERENCE
+        if side == "ours":  # no other page may bend a curve that is compared with stock
+            pages = (*REFERENCE, *self.subject.curves)
+        elif side not in _REFERENCES:
+            applied = trees.applied(self.bench.tree("after"))
+            missing = {*self.subject.pages} - {*applied}
+            if missing:
+                raise click.ClickException(f"not applied, so there is no difference: {missing}")
+            pages = tuple(name for name in applied if name not in self.subject.pages)
         root = self.bench.work / "trees" / ("stock" if side == "again" else side)
         return trees.made(self.bench.site, root, *trees.only(pages))
-
-    def _others(self) -> tuple[str, ...]:
-        """What is applied in the whole overlay, but for the pages left out."""
-        states = trees.applied(self.bench.tree("after"))
-        missing = [name for name in self.subject.pages if name not in states]
-        if missing:
-            raise click.ClickException(f"not applied, so there is no difference: {missing}")
-        return tuple(name for name in states if name not in self.subject.pages)
 
 
 def _runs(part: Part) -> Iterator[tuple[str, str, bool]]:
