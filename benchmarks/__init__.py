@@ -6,9 +6,8 @@
     upstream_tests  Megatron's own unit tests, on stock and on patched code
 
 A page in `results` calls a script by the name that it had when the page was written:
-`whole_rows.py` is `whole/rows.py`, `slice_turns.py` is `slices/turns.py`, and a part of a family is
-a command of it, as `dsa_attention sharing` is. A script that is gone, such as `mhc_upstream.py` or
-`graph_capture.py`, measured once and is in the history, at the latest in commit 36c1311.
+`whole_rows.py` is `whole/rows.py`, and `slice_turns.py` is `slices/turns.py`. What is gone, such as
+`mhc_upstream.py` or `dsa_attention sharing`, measured once; commit 36c1311 has it.
 """
 
 from pathlib import Path

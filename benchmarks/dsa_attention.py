@@ -1,8 +1,6 @@
-"""DSA's sparse attention on one GPU: kernels, and shared keys.
+"""DSA's sparse attention on one GPU: ours, Megatron's paths and dense attention.
 
-\b
-    python -m benchmarks.dsa_attention kernels --megatron ROOT [--only NAME]
-    python -m benchmarks.dsa_attention sharing --megatron ROOT
+    python -m benchmarks.dsa_attention --megatron ROOT [--only NAME]
 
 ROOT holds a pristine megatron/ (an unpacked wheel), of which a copy is patched. Everything that is
 compared runs in one process on the same inputs: causal keys chosen at random in any order, -1 where
@@ -10,31 +8,19 @@ there are fewer. Errors of output and gradients are relative L2 against fp64, di
 fp32 computation on the same bf16 inputs whose results are rounded to bf16. Times are medians with
 CUDA events, host time included; peaks are above the inputs.
 
-`kernels` compares ours with Megatron's paths and dense attention. The copy gets
-`dsa_sparse_mla_widths`, so that TileLang's kernels accept NAM56R's widths; TileLang must be
-installed. Writes dsa_attention_h200.json and .md; with --only, the cases whose name begins so are
-measured and the others kept as they are in the file.
-
-`sharing` measures nine DSA layers: all Full, three Full and six Shared, and with keys that are
-given. The copy gets every page. The layers are Megatron's DSAttention with its indexer, at NAM56R's
-sizes and in bf16, without the projections around them; all take the same inputs, and turns. Timed
-are a forward of nine layers and the gradients of inputs and parameters. Layers with given keys have
-no indexer, so two thirds of what they save are the time of six indexers. Writes
-dsa_sharing_h200.json and .md: the share of that time that sharing saves.
+The copy gets `dsa_sparse_mla_widths`, so that TileLang's kernels accept NAM56R's widths; TileLang
+must be installed. Writes dsa_attention_h200.json and .md; with --only, the cases whose name begins
+so are measured and the others kept as they are in the file.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
-import os
-import statistics
-from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import click
 import torch
@@ -43,7 +29,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness import results, trees
 from benchmarks.harness.gpu import distances, timed
-from cppmega.host import env
 from cppmega.ops.dsa_attention import sparse_attention
 
 PACKAGE = "megatron.core.transformer.experimental_attention_variant"
@@ -69,24 +54,8 @@ CASES: dict[str, dict[str, Any]] = {
     "DeepSeek-V3.2, 32k": {**DEEPSEEK, "sequence": 32768, "timed_only": True, "without": ALL_KEYS},
     "a key per head, b 1": {**NAM56R, "key_heads": 32, "without": ("tilelang",)},
 }
-LAYER = {
-    **{"hidden_size": 4096, "num_attention_heads": 32, "q_lora_rank": 64, "kv_lora_rank": 64},
-    **{"qk_head_dim": 64, "qk_pos_emb_head_dim": 64, "v_head_dim": 64, "dsa_indexer_topk": 256},
-    **{"dsa_indexer_n_heads": 32, "dsa_indexer_head_dim": 64, "dsa_indexer_loss_coeff": 0.001},
-}
-PATTERNS = {"9 Full": "FFFFFFFFF", "3 Full, 6 Shared": "FSSFSSFSS", "keys given": "FSSSSSSSSS"}
-"""Where keys are given, the first layer chooses them and is not timed."""
-FULL, SHARED, GIVEN = PATTERNS
-SHARING = {
-    f"{loss} loss, b {batch}": {"batch": batch, "dsa_indexer_use_sparse_loss": loss == "sparse"}
-    for loss in ("sparse", "dense")
-    for batch in (1, 8)
-}
-TURNS, SEQUENCE, TOPK = 3, 4096, 256
-
 Tensors = tuple[Tensor, ...]
 Way = Callable[[], Tensor]
-Step = Callable[[], tuple[Tensor | None, ...]]
 
 
 def inputs(case: dict[str, Any]) -> Tensors:
@@ -95,7 +64,7 @@ def inputs(case: dict[str, Any]) -> Tensors:
     Query and key are leaves of autograd; with `key_heads`, every head's key and value lie together.
     """
     made = torch.Generator("cuda").manual_seed(0)
-    sequence, batch, topk = case["sequence"], case.get("batch", 1), case.get("topk", TOPK)
+    sequence, batch, topk = case["sequence"], case.get("batch", 1), case.get("topk", 256)
     width, value = case["widths"]
 
     def normal(*shape: int) -> Tensor:
@@ -254,14 +223,11 @@ def _cells(result: dict[str, Any]) -> Iterator[str | list[Any]]:
             ]
 
 
-def _head(result: dict[str, Any], *packages: str) -> str:
-    return f"{result['gpu']}, {results.versions(result, *packages)}, {result['date']}."
-
-
 def table(result: dict[str, Any]) -> str:
+    stack = results.versions(result, "torch", "triton", "tilelang", "megatron-core")
     columns = ["case", "way", "forward", "backward", "both", "peak GiB", "errors"]
     return results.page(
-        _head(result, "torch", "triton", "tilelang", "megatron-core"),
+        f"{result['gpu']}, {stack}, {result['date']}.",
         "Milliseconds of forward, backward and both (with gradients), host time included; errors "
         "of out, dq and dkv against fp64 as multiples of those of fp32 rounded to bf16; speedup of "
         "ours (forward and backward together; then each alone).",
@@ -269,142 +235,14 @@ def table(result: dict[str, Any]) -> str:
     )
 
 
-def layers(pattern: str, **options: Any) -> list[Any]:
-    """DSA layers of a pattern, on the CPU."""
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.experimental_attention_variant import dsa
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    from cppmega.features.dsa import layer_kinds as dsa_layer_kinds
-    from cppmega.proof import small_models as parts
-
-    config = parts.dsa_config(num_layers=len(pattern), **options)
-    indexer = dsa.DSAIndexerSubmodules(
-        parts.Projection, parts.Projection, parts.Norm, parts.Projection
-    )
-    given = dsa.DSAttentionSubmodules(ModuleSpec(dsa.DSAIndexer, submodules=indexer))
-    numbers = range(1, 1 + len(pattern))
-    torch.manual_seed(0)
-    asked = {env.INDEX_CACHE.name: "1", env.DSA_INDEX_PATTERN.name: pattern}
-    with mock.patch.dict(os.environ, asked), dsa_layer_kinds.decoder(config, numbers, numbers):
-        causal = AttnMaskType.causal
-        return [dsa.DSAttention(config, given, n, causal, "self") for n in numbers]
-
-
-class LayerInputs:
-    """What all layers take: `[sequence, batch, ...]` in bf16."""
-
-    def __init__(self, sequence: int, batch: int, device: str, **options: Any) -> None:
-        heads, latent, value = (
-            options[name] for name in ("num_attention_heads", "kv_lora_rank", "v_head_dim")
-        )
-        width = latent + options["qk_pos_emb_head_dim"]
-        made = torch.Generator(device).manual_seed(0)
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=made, device=device).bfloat16()
-
-        self.query = normal(sequence, batch, heads, width).requires_grad_()
-        self.key = normal(sequence, batch, 1, width).requires_grad_()
-        self.up = (normal(heads, value, latent) * latent**-0.5).requires_grad_()
-        self.hidden = normal(sequence, batch, options["hidden_size"])
-        self.compressed = normal(sequence, batch, options["q_lora_rank"])
-        self.gradient = normal(sequence, batch, heads * value)
-
-    def through(self, layer: Any) -> Tensor:
-        from megatron.core.transformer.enums import AttnMaskType
-
-        out: Tensor = layer(
-            *(self.query, self.key, None, None, self.hidden, self.compressed),
-            attn_mask_type=AttnMaskType.causal,
-            up_v_weight=self.up,
-        )
-        return out
-
-
-def nine_layers(name: str, inputs: LayerInputs, device: str, **options: Any) -> Step:
-    """Forward and backward of nine layers; returns the outputs and the gradients."""
-    from cppmega.features.dsa import forward as dsa_forward
-
-    stack = [layer.to(device) for layer in layers(PATTERNS[name], **options)]
-    kept: dict[str, Any] = {}
-    if name == GIVEN:
-        chooses, *stack = stack
-        with dsa_forward.forward() as here, torch.no_grad():
-            inputs.through(chooses)
-        kept = vars(here)
-    leaves = [inputs.query, inputs.key, inputs.up, *(p for x in stack for p in x.parameters())]
-
-    def step() -> tuple[Tensor | None, ...]:
-        with dsa_forward.forward() as here:
-            for holder, keys in kept.items():
-                if isinstance(keys, ChainMap):
-                    setattr(here, holder, keys)
-            outputs = [inputs.through(layer) for layer in stack]
-        upstream = [inputs.gradient] * len(outputs)
-        gradients = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
-        return (*(out.detach() for out in outputs), *gradients)
-
-    return step
-
-
-def measure_sharing(batch: int, **options: Any) -> dict[str, Any]:
-    """Milliseconds and peaks of all ways, in turns, and what sharing saves."""
-    options = {**LAYER, **options}
-    inputs = LayerInputs(SEQUENCE, batch, "cuda", **options)
-    steps = {name: nine_layers(name, inputs, "cuda", **options) for name in PATTERNS}
-    turns: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
-    for _ in range(TURNS):
-        for name, step in steps.items():
-            turns[name].append(timed(step, 20))
-    found: dict[str, dict[str, Any]] = {}
-    for name, rows in turns.items():
-        times, peaks = ([round(x, 3) for x in each] for each in zip(*rows, strict=True))
-        found[name] = {"milliseconds": statistics.median(times), "turns": times}
-        found[name]["peak_gib"] = round(max(peaks), 2)
-    return {"ways": found, **saved({name: row["milliseconds"] for name, row in found.items()})}
-
-
-def saved(milliseconds: Mapping[str, float]) -> dict[str, float]:
-    """The time of six indexers, what sharing saves, and its share of that time."""
-    indexers = (milliseconds[FULL] - milliseconds[GIVEN]) * 6 / 9
-    less = milliseconds[FULL] - milliseconds[SHARED]
-    found = {"six_indexers": indexers, "saved": less, "share": less / indexers}
-    return {name: round(value, 3) for name, value in found.items()}
-
-
-def sharing_table(result: dict[str, Any]) -> str:
-    cell = "{milliseconds} ({peak_gib})".format_map
-    rows = (
-        [name, *map(cell, row["ways"].values()), row["six_indexers"], row["saved"], row["share"]]
-        for name, row in result["cases"].items()
-    )
-    return results.page(
-        _head(result, "torch", "triton", "megatron-core", "overlay"),
-        "Milliseconds of forward and backward of nine DSA layers at NAM56R's sizes, host time "
-        f"included (median over {TURNS} turns), with the peak in GiB above inputs and weights; and "
-        "the share of six indexers' time that sharing saves.",
-        results.table(["case", *PATTERNS, "six indexers", "saved", ("share", ".1%")], rows),
-    )
-
-
-@click.group(help=__doc__)
-def main() -> None:
-    """Measure DSA's attention."""
-
-
-megatron = results.folder_option("--megatron", "a pristine megatron/", required=True)
-
-
-@main.command()
-@megatron
+@click.command(help=__doc__)
+@results.folder_option("--megatron", "a pristine megatron/", required=True)
 @results.out_option()
 @click.option("--only", default="", help="measure only cases whose names begin so")
-def kernels(megatron: Path, out: Path, only: str) -> None:
-    """Measure our kernels, Megatron's paths and dense attention."""
+def main(megatron: Path, out: Path, only: str) -> None:
     name = "dsa_attention_h200"
     cases = results.read(out, name).get("cases", {}) if only else {}
-    with trees.overlaid(megatron, only=[PAGE]) as overlay:
+    with trees.overlaid(megatron, [PAGE]) as overlay:
         dsa = importlib.import_module(f"{PACKAGE}.dsa")
         hooks = importlib.import_module(f"{PACKAGE}.ops.tilelang_dsa")
         theirs = {
@@ -418,18 +256,6 @@ def kernels(megatron: Path, out: Path, only: str) -> None:
                 cases[each] = measure(case, theirs)
                 result["cases"] = {one: cases[one] for one in CASES if one in cases}
                 results.write(out, name, result, table(result))
-
-
-@main.command()
-@megatron
-@results.out_option()
-def sharing(megatron: Path, out: Path) -> None:
-    """Measure nine layers that share keys, or do not."""
-    with trees.overlaid(megatron, environment={env.INDEX_CACHE.name: "1"}) as overlay:
-        result = {**results.facts("torch", "triton"), **overlay, "cases": {}}
-        for name, case in SHARING.items():
-            result["cases"][name] = measure_sharing(**case)
-            results.write(out, "dsa_sharing_h200", result, sharing_table(result))
 
 
 if __name__ == "__main__":

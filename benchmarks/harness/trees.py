@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 from benchmarks import REPOSITORY
 from cppmega.guard import files
 from cppmega.overlay import verbs
-from cppmega.page import PURPOSES
 from cppmega.tree import links
 
 BESIDE = "transformer_engine"
@@ -69,10 +68,8 @@ def applied(root: Path) -> tuple[str, ...]:
 
 
 @contextmanager
-def overlaid(
-    megatron: Path, only: Sequence[str] = (), environment: Mapping[str, str] = os.environ
-) -> Iterator[dict[str, Any]]:
-    """A copy with these pages, or all, from which this process then imports megatron.
+def overlaid(megatron: Path, pages: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """A copy with these pages, from which this process then imports megatron.
 
     Yields:
         The version of Megatron, and the digest of the overlay.
@@ -81,8 +78,7 @@ def overlaid(
         root = Path(scratch) / "patched"
         copy(megatron, root)
         session = verbs.Session(root)
-        kinds = () if only else PURPOSES
-        outcome = verbs.apply(session, only=only, kinds=kinds, environment=environment)
+        outcome = verbs.apply(session, only=pages)
         assert outcome.ok, outcome.plan.failures
         files.only_from(root)
         yield {"megatron-core": session.read_tree().version, "overlay": outcome.digest}

@@ -67,13 +67,6 @@ SUBJECTS = {
         curves=_ATTENTION,
         parts=_KERNELS,
     ),
-    "earlier": Subject(
-        title="All of DSA's kernels and graphs against the overlay before them",
-        name="dsa_earlier_slices_h200",
-        pages=_INDEXER + _ATTENTION,
-        targets={"earlier8": 1.45, "earlier2": 2.0},
-        parts=("earlier8", "earlier2"),
-    ),
     "graphs": Subject(
         title="CUDA graphs",
         name="dsa_graph_slices_h200",
@@ -86,11 +79,6 @@ SUBJECTS = {
         parts=("curves_shared", "shared1"),
         switches={"CPPMEGA_INDEX_CACHE": "1"},
     ),
-    "arguments": Subject(
-        title="Megatron's own arguments",
-        name="megatron_arguments_slices_h200",
-        parts=("fp8_gather8", "experts_wgrad8", "mla_down8"),
-    ),
 }
 _TILELANG = ("--dsa-kernel-backend", "tilelang")
 _SPARSE = ("--dsa-indexer-use-sparse-loss",)
@@ -102,10 +90,6 @@ _CURVES = ("stock", "again", "ours")
 _WITH_GRAPHS = {"after": _GRAPHS}
 
 
-def _argument(word: str, fields: tuple[tuple[str, str], ...] = ()) -> Part:
-    return Part(batch=8, arguments=_SPARSE, fields=fields, also={"after": (word,)})
-
-
 PARTS = {
     "fused8": Part(batch=8, arguments=_FUSED, recipe="nam56r_h200_slice_fused"),
     "fused2": Part(batch=2, arguments=_FUSED),
@@ -113,9 +97,6 @@ PARTS = {
     "curves_dense": Part(batch=1, turns=_CURVES, linear=False),
     "curves_sparse": Part(batch=1, arguments=_SPARSE, turns=_CURVES, linear=False),
     **{f"graphs{n}": Part(batch=n, arguments=_FUSED, also=_WITH_GRAPHS) for n in (8, 2, 1)},
-    "fp8_gather8": _argument("--fp8-param-gather", fields=(("precision", "fp8"),)),
-    "experts_wgrad8": _argument("--overlap-dispatch-backward-with-experts-wgrad"),
-    "mla_down8": _argument("--mla-down-proj-fusion"),
     "curves_graphs": Part(
         batch=1, arguments=_FUSED, also={"ours": _GRAPHS}, turns=_CURVES, steps=50
     ),
@@ -128,6 +109,4 @@ PARTS = {
         steps=50,
     ),
     "shared1": Part(batch=1, arguments=_FUSED, also=_WITH_GRAPHS, fields=_SHARED),
-    "earlier8": Part(batch=8, arguments=_FUSED),
-    "earlier2": Part(batch=2, arguments=_FUSED, also=_WITH_GRAPHS),
 }

@@ -225,17 +225,6 @@ def test_a_curve_whose_run_fails_at_its_end_is_judged_and_the_failure_is_stated(
         made.part("shared1")
 
 
-def test_only_the_side_after_has_graphs_at_the_small_micro_batch(tmp_path: Path) -> None:
-    made = turns(tmp_path)
-    made.subject = slices.SUBJECTS["earlier"]
-    for name in made.subject.parts:
-        made.part(name)
-    graphs = [run for run, words in made.bench.passed.items() if "--cuda-graph-impl" in words]
-    assert graphs == ["earlier2-after1", "earlier2-after2"]
-    text = slices.write_report(tmp_path, made.subject)
-    assert "the target of 1.45 is missed" in text and "the target of 2.0 is missed" in text
-
-
 def test_a_call_continues_where_the_last_one_ended(tmp_path: Path) -> None:
     first = turns(tmp_path, seconds=100)
     first.part("fused8")  # a run may take longer than that
