@@ -4,10 +4,9 @@
 
 Small GPT and hybrid models train two steps on CPU ranks (gloo), save a checkpoint, take the next
 step, load the checkpoint and take that step again; then each tree loads what the other has saved.
-Losses, gradient norms and parameters must be equal to the bit, unless a page says under `Numerics:`
-that it changes them: then within the bound in tests/configurations/law.py. Configurations that
-cover all pairs of settings come first, then others are drawn at random from all legal ones. Results
-are kept in --out and not computed again for the same overlay: an interrupted command resumes.
+All must be equal to the bit, unless a page says under `Numerics:` that it changes it: then within
+the bound in tests/configurations/law.py. Configurations that cover all pairs of settings come
+first, then random ones. What is in --out of the same overlay is not computed again.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ there are fewer. Errors of output and gradients are relative L2 against fp64, di
 fp32 computation on the same bf16 inputs whose results are rounded to bf16. Times are medians with
 CUDA events, host time included; peaks are above the inputs.
 
-The copy gets `dsa_sparse_mla_widths`, so that TileLang's kernels accept NAM56R's widths; TileLang
-must be installed. Writes dsa_attention_h200.json and .md; with --only, the cases whose name begins
-so are measured and the others kept as they are in the file.
+The copy gets `dsa_sparse_mla_widths`, so that TileLang's kernels accept NAM56R's widths. Writes
+dsa_attention_h200.json and .md; with --only, the cases whose name begins so are measured and the
+others kept.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def inputs(case: dict[str, Any]) -> Tensors:
     Query and key are leaves of autograd; with `key_heads`, every head's key and value lie together.
     """
     made = torch.Generator("cuda").manual_seed(0)
-    sequence, batch, topk = case["sequence"], case.get("batch", 1), case.get("topk", 256)
+    sequence, batch, topk = case["sequence"], case.get("batch", 1), case["topk"]
     width, value = case["widths"]
 
     def normal(*shape: int) -> Tensor:
@@ -210,10 +210,8 @@ def _cells(result: dict[str, Any]) -> Iterator[str | list[Any]]:
             if "failed" in found:
                 yield f"| {name} | {way} | {found['failed']} ||||||"
                 continue
-            times, ours = (
-                [each[part]["milliseconds"] for part in ("both", "forward", "backward")]
-                for each in (found, row["ours"])
-            )
+            parts = ("both", "forward", "backward")
+            times, ours = ([of[x]["milliseconds"] for x in parts] for of in (found, row["ours"]))
             ratios = " / ".join(f"{t / o:.2f}" for t, o in zip(times, ours, strict=True))
             yield [
                 *(name, way, *times[1:], times[0], found["both"]["peak_gib"]),

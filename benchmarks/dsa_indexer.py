@@ -7,9 +7,9 @@ ROOT holds a pristine megatron/ (an unpacked wheel), that of --patched one to wh
 `tilelang_indexer_parallel_store` is applied; TileLang must be installed. All sides run in
 this process on the same inputs, with the functions that Megatron's DSA layer calls. Medians of 10
 (of 3 where one takes a second) with CUDA events, host time included; the peak is above the inputs;
-launches are what the profiler saw. Before any time, our loss and gradients are compared with
-Megatron's, and our choice with that of its scores. Writes dsa_indexer_h200.json and .md; with
---only, the cases whose name begins so are measured and the others kept as they are in the file.
+launches are what the profiler saw. How far our losses and gradients are from Megatron's is in the
+result. Writes dsa_indexer_h200.json and .md; with --only, the cases whose name begins so are
+measured and the others kept.
 """
 
 from __future__ import annotations

@@ -2,11 +2,10 @@
 
 usage: python -m benchmarks.hadamard [--out benchmarks/results]
 
-First the bits: the kernel must give those of the transform in plain torch, which launches every
-stage separately. Then the median time of the forward over the indexer's queries
-`[s, b, heads, 128]`, all implementations taking turns in one process, next to a product with the
-matrix in bf16 (which rounds differently) and a plain copy, the lower bound of anything that reads
-and writes once. Writes hadamard_h200.json and .md.
+First the bits: the kernel must give those of the transform in plain torch, stage by stage. Then the
+median time of the forward over the indexer's queries `[s, b, heads, 128]`, all in turns, next to a
+product with the matrix in bf16 (which rounds differently) and a plain copy, the lower bound of
+anything that reads and writes once. Writes hadamard_h200.json and .md.
 """
 
 from __future__ import annotations
@@ -44,14 +43,11 @@ def measure(shape: tuple[int, ...]) -> dict[str, Any]:
         raise SystemExit(f"other bits at {shape}")
     times: dict[str, list[float]] = {name: [] for name in everyone}
     for _, name in rounds(everyone, ROUNDS + 2):
-        times[name] += elapsed(_repeated, everyone[name], repeats=1)
+        # Repeatedly, so that the GPU is timed and not the host's launches.
+        times[name] += elapsed(
+            lambda call: [call() for _ in range(CALLS)], everyone[name], repeats=1
+        )
     return {name: statistics.median(found[2:]) / CALLS for name, found in times.items()}
-
-
-def _repeated(call: Callable[[], torch.Tensor]) -> None:
-    """Call repeatedly, so that the GPU is timed and not the host's launches."""
-    for _ in range(CALLS):
-        call()
 
 
 def page(report: dict[str, Any]) -> str:

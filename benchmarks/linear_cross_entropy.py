@@ -17,11 +17,10 @@ The implementations take turns, one step each in a shuffled order, because matri
 about 50 ms runs into the card's power limit: all of them are timed at the same clocks. The header
 reports what a plain cuBLAS matrix product reaches in a short burst and after 2 s.
 
-Rivals, if installed: Megatron's three losses on materialized logits, unfused ("stock", the same
-arithmetic in torch if megatron-core is missing, and the table says so),
-`--cross-entropy-fusion-impl native` and `te`; torch.compile of unfused torch, Liger mean and none,
-cut-cross-entropy with its filter off. With --pull-3345, also the Hopper kernels of that pull
-request of Megatron, from a checkout of it; they need nvidia-cutlass-dsl.
+Rivals, if installed: Megatron's three losses on materialized logits ("stock" is unfused, and the
+same arithmetic in torch if megatron-core is missing); torch.compile of unfused torch, Liger mean
+and none, and cut-cross-entropy with its filter off. With --pull-3345, also the Hopper kernels of
+that pull request of Megatron, from a checkout of it; they need nvidia-cutlass-dsl.
 
 `tp` splits the vocabulary over the GPUs of one host, and compares the unfused path (Megatron's loss
 on the logits of the rank) with ours: every rank against fp64 at a small shape, then in time,
@@ -61,7 +60,8 @@ PROOFS = ("_row_kernel", "liger_cross", "cce_backward", "kernel_cutlass")
 """Parts of kernel names that occur only in fused implementations."""
 TOKENS = (8192, 32768, 49152)
 VOCABULARIES = (65536, 131072)
-LARGE = 32768, 4096, 131072
+HIDDEN = 4096
+LARGE = 32768, HIDDEN, 131072
 """Tokens, hidden size and vocabulary of the split vocabulary."""
 ALLOWED = {"loss": 1e-4, "dX": 2e-2, "dW": 2e-2}
 """Relative errors of results in bf16."""
@@ -458,13 +458,10 @@ def main() -> None:
 @click.option("--name", default="linear_cross_entropy_h200", help="stem of the files")
 @click.option("--tokens", type=int, multiple=True, default=TOKENS)
 @click.option("--vocabularies", type=int, multiple=True, default=VOCABULARIES)
-@click.option("--hidden", default=4096)
 @click.option("--rounds", "count", default=20, help="timed steps of each")
 @click.option("--only", multiple=True, help="measure only names that contain one of these")
 @results.folder_option("--pull-3345", "checkout of Megatron's pull request 3345")
-def compare(
-    out: Path, name: str, hidden: int, count: int, pull_3345: Path | None, **of: Any
-) -> None:
+def compare(out: Path, name: str, count: int, pull_3345: Path | None, **of: Any) -> None:
     """Check and measure all implementations."""
     began = time.monotonic()
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
@@ -473,7 +470,7 @@ def compare(
     facts = {**results.stack("triton"), "python": platform.python_version()}
     facts |= {what: f"{value:.2f}" for what, value in ceilings().items()}
     report: dict[str, Any] = {
-        "hidden": hidden,
+        "hidden": HIDDEN,
         "logits_budget_bytes": LOGITS_BYTES,
         "environment": facts,
         "correctness": check(everyone, hidden=1024),
@@ -482,7 +479,7 @@ def compare(
     }
     for vocabulary in of["vocabularies"]:
         for many in of["tokens"]:
-            rows = in_turns(everyone, Case.random(many, hidden, vocabulary), count)
+            rows = in_turns(everyone, Case.random(many, HIDDEN, vocabulary), count)
             print(*results.table(COLUMNS, map(_cells, rows)), sep="\n", flush=True)
             report["rows"] += rows
             gc.collect()

@@ -4,16 +4,13 @@ usage: python -m benchmarks.mhc [--dev ROOT] [--out benchmarks/results] [--only 
 
 At the first shape it also measures Megatron's branch dev, from a checkout at ROOT, with the kernels
 that it selects on this GPU; Transformer Engine and Liger, if they are installed; and torch.compile
-of the reference. What a rival needs in another layout it is given so, outside of the time. All run
-in one process on the same inputs; the first calls, which compile and tune, are not counted. Results
-or gradients that differ from the reference by more than the rounding of bf16 explains stop the run.
-(Against fp64, `pytest -m gpu tests/ops/mhc/test_mhc.py` compares ours.)
-
-Times are medians of 10 with CUDA events while the GPU has work queued, so that the host is not in
-them: of a site forward plus backward, the sum of the streams' gradients included. The least time
-is that of what a site has to move (45 streams `[s, b, C]` if n is 4) at the bandwidth of a copy on
-this card. mhc_DEVICE.json and .md are rewritten after every implementation; with --only, they keep
-what they contain of the other shapes.
+of the reference. A rival's own layout is made outside of the time. Results or gradients that differ
+from the reference by more than the rounding of bf16 stop the run. (Against fp64, `pytest -m gpu
+tests/ops/mhc/test_mhc.py` compares ours.) Times are medians of 10 with CUDA events while the GPU
+has work queued, so that the host is not in them: of a site forward plus backward, the sum of the
+streams' gradients included. The least time is that of what a site has to move (45 streams
+`[s, b, C]` if n is 4) at the bandwidth of a copy on this card. mhc_DEVICE.json and .md are
+rewritten after every implementation; with --only, they keep the other shapes.
 """
 
 from __future__ import annotations
@@ -160,7 +157,7 @@ def transformer_engine(shape: Shape, *, one_gradient: bool) -> Way:
     return Way(site, leaves, turned, parameters)
 
 
-def liger(shape: Shape) -> Way:
+def liger() -> Way:
     ops = importlib.import_module("liger_kernel.transformers.functional")
 
     def leaves(given: Inputs) -> tuple[Tensor, ...]:
@@ -184,26 +181,23 @@ def liger(shape: Shape) -> Way:
 
 
 Ways = dict[str, Callable[[], Way]]
-
-
-def own_ways() -> Ways:
-    sites = {"ours": ours, "ours, single ops": ours_by(checks.fused_ops), "reference": plain}
-    return {name: partial(Way, site) for name, site in sites.items()}
+OWN: Ways = {
+    "ours": partial(Way, ours),
+    "ours, single ops": partial(Way, ours_by(checks.fused_ops)),
+    "reference": partial(Way, plain),
+}
 
 
 def others(shape: Shape, root: Path | None) -> Ways:
     """All other implementations that are available; `root` is a checkout of the branch dev."""
-    ways: Ways = {}
-    if root is not None:
-        ways["dev"] = lambda: dev(root, shape)
+    ways: Ways = {"dev": partial(dev, root, shape)} if root is not None else {}
     if importlib.util.find_spec("transformer_engine"):
-        ways["Transformer Engine"] = lambda: transformer_engine(shape, one_gradient=False)
-        name = "Transformer Engine, one gradient buffer"
-        ways[name] = lambda: transformer_engine(shape, one_gradient=True)
+        for name, one in {"": False, ", one gradient buffer": True}.items():
+            way = partial(transformer_engine, shape, one_gradient=one)
+            ways[f"Transformer Engine{name}"] = way
     if importlib.util.find_spec("liger_kernel"):
-        ways["Liger"] = lambda: liger(shape)
-    ways["torch.compile of the reference"] = lambda: Way(torch.compile(plain))
-    return ways
+        ways["Liger"] = liger
+    return ways | {"torch.compile of the reference": lambda: Way(torch.compile(plain))}
 
 
 def bandwidth() -> float:
@@ -302,8 +296,8 @@ def measure_ops(shape: Shape, speed: float) -> dict[str, list[float]]:
     }
     found = {}
     for name, call in calls.items():
-        out = call()
-        given_back = (out, needed[name], [torch.randn_like(x) for x in out])
+        got = call()
+        given_back = (got, needed[name], [torch.randn_like(x) for x in got])
         backward = partial(torch.autograd.grad, *given_back, retain_graph=True)
         times = [queued(call), queued(backward)]
         least = [size / speed for size in traffic(shape).get(name, ())]
@@ -378,7 +372,7 @@ def main(dev: Path | None, out: Path, only: tuple[str, ...]) -> None:
         print(case, flush=True)
         sites[case] = {"least": sum(traffic(shape)["site"]) / speed}
         ops[case] = measure_ops(shape, speed)
-        ways = own_ways() | (others(shape, dev) if number == 0 else {})
+        ways = OWN | (others(shape, dev) if number == 0 else {})
         measure(shape, ways, sites[case], save)
 
 

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -77,8 +77,9 @@ class Bench:
         ]
         print(f"{name}: {' '.join(command)}", file=sys.stderr)
         with self.log(name).open("ab") as log:
+            env = trees.environment()
             return subprocess.Popen(
-                command, env=trees.environment(), stdout=log, stderr=log, start_new_session=True
+                command, env=env, stdout=log, stderr=log, start_new_session=True
             )
 
     def metrics(self, name: str) -> Path:
@@ -90,7 +91,7 @@ class Bench:
         return self.out / f"{name}.log"
 
     def clear(self, name: str) -> None:
-        """Delete what an earlier call wrote: runs append, so that one can be killed and resumed."""
+        """Delete what an earlier call wrote, to which a run would append."""
         for old in (self.metrics(name), self.log(name)):
             old.unlink(missing_ok=True)
 
@@ -135,22 +136,6 @@ class Bench:
             if "OutOfMemoryError" in said:
                 raise MemoryError(name)
             raise click.ClickException(f"{name} exited with {process.returncode}:\n{said[-3000:]}")
-
-    def until(self, process: subprocess.Popen[bytes], holds: Callable[[], bool], what: str) -> bool:
-        """Wait until something holds, and say whether it does; not if the run has ended before.
-
-        Raises:
-            TimeIsUp: it was stopped at its time limit; says what did not happen.
-        """
-        deadline = time.monotonic() + self.timeout
-        while not holds():
-            if process.poll() is not None:
-                return False
-            if time.monotonic() > deadline:
-                kill(process)
-                raise TimeIsUp(f"{what} after {self.timeout:.0f} s more")
-            time.sleep(self.period)
-        return True
 
 
 def trained(bench: Any, name: str, tree: Path, *options: str) -> list[Row] | None:

@@ -8,8 +8,7 @@ embeddings. Every run is a process and begins from the same weights, with the sa
 CPU, on the CPU from weights that are one rounding away, and on the GPU, whose curve may not be
 further from the nearest of these two than a few times their largest distance. Writes
 mixer_curves_DEVICE.json, .md and .png; models of an earlier call that are in there are kept.
-
-SITE holds a pristine `megatron/` with its dist-info; it is copied into SCRATCH and never changed.
+SITE holds a pristine `megatron/` with its dist-info, of which SCRATCH gets a copy.
 """
 
 from __future__ import annotations

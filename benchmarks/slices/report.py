@@ -67,7 +67,10 @@ def measured(rows: list[Row]) -> dict[str, Any]:
         "first_loss": steps[0]["loss"],
         "last_loss": steps[-1]["loss"],
         "curve": [[row["step"], row["loss"], row["grad_norm"], row["seconds"]] for row in steps],
-        "mtp": [[row["step"], *mtp(row)] for row in steps],
+        "mtp": [
+            [row["step"], *(x for name, x in sorted(row["losses"].items()) if name[:3] == "mtp")]
+            for row in steps
+        ],
     }
 
 
@@ -84,10 +87,6 @@ def graph_pools(steps: list[Row]) -> dict[str, float]:
     """The most that a run's CUDA graphs kept reserved, GiB; empty for a run without."""
     found = [row["graph_pool_gib"] for row in steps if row.get("graph_pool_gib") is not None]
     return {"graph_pool_gib": round(max(found), 2)} if found else {}
-
-
-def mtp(row: Row) -> list[float]:
-    return [value for key, value in sorted(row["losses"].items()) if key.startswith("mtp")]
 
 
 def losses(rows: list[Row]) -> dict[int, float]:
@@ -125,7 +124,13 @@ def table(result: dict[str, Any]) -> str:
     data = result["data"]
     found = {name: result["runs"][name] for name in COLUMNS if name in result["runs"]}
     rows = (
-        [label, *(_cell(run, key) for run in found.values())]
+        [
+            label,
+            *(
+                str(run.get(key, "out of memory" * ("out_of_memory" in run)))
+                for run in found.values()
+            ),
+        ]
         for key, label in _ROWS.items()
         if key == "tokens_per_second" or any(key in run for run in found.values())
     )
@@ -136,10 +141,6 @@ def table(result: dict[str, Any]) -> str:
         results.table(["", *(COLUMNS[name] for name in found)], rows),
         _resumed(result["resume"]) if "resume" in result else "",
     )
-
-
-def _cell(row: dict[str, Any], key: str) -> str:
-    return str(row.get(key, "out of memory" if "out_of_memory" in row else ""))
 
 
 def _resumed(found: dict[str, Any]) -> str:

@@ -176,8 +176,7 @@ def curve(rows: list[Row], failure: str = "") -> dict[str, Any]:
 
 
 def _said(message: str) -> str:
-    """The line of a failed run that says what happened (of our own errors, or else the last one),
-    without the paths of a machine."""
+    """What happened, by the text of a failed run, without the paths of a machine."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     line = next((line for line in lines if line.startswith("what:")), lines[-1])
     return re.sub(r" \(/[^)]*\)", "", line)
@@ -250,9 +249,9 @@ def speeds(part: Mapping[str, Any], side: str) -> list[float]:
 
 def ratio(above: list[float], below: list[float]) -> tuple[float, float, float] | None:
     """The ratio of the medians, and the lowest and highest one of any two runs."""
-    if not above or not below:
-        return None
     each = [a / b for a in above for b in below]
+    if not each:
+        return None
     return statistics.median(above) / statistics.median(below), min(each), max(each)
 
 

@@ -97,8 +97,7 @@ class Work:
             raise
 
     def _one(self, server: Server, file: str) -> Outcomes | None:
-        left = min(self.limits.file, self.end - time.monotonic())
-        limits = Limits(self.limits.test, left)
+        limits = Limits(self.limits.test, min(self.limits.file, self.end - time.monotonic()))
         return trees.run_file(server, file, limits, self.scratch, self.more)
 
     def again(self, reruns: int) -> None:
@@ -224,23 +223,17 @@ def compare(
     pages, gated, catalogues = (given[name] for name in ("pages", "gated", "patches"))
     overlay = trees.patched(site, scratch / "patched", pages, gated, catalogues)
     on_cpu = device.startswith("CPU")
-    stock, patched = (
-        Side(
-            *(name, scratch / name, trees.suite(tests, scratch / f"suite-{name}"), gates),
-            *(on_cpu, given["fresh"]),
-        )
-        for name, gates in (("stock", {}), ("patched", overlay.gates))
-    )
+    how, every = (on_cpu, given["fresh"]), {"stock": {}, "patched": overlay.gates}
+    suites = {name: trees.suite(tests, scratch / f"suite-{name}") for name in every}
+    stock, patched = (Side(n, scratch / n, suites[n], every[n], *how) for n in every)
     files = ordered(stock.suite, overlay.files, given["wanted"])
     if given["only"] is not None:
         files = [file for file in files if file in given["only"]]
     if not files:
         raise click.UsageError(f"no test_*.py to run in {tests.name}")
     jobs = min(given["jobs"] or (2 if on_cpu else 8), len(files))
-    pairs = [
-        (Server(stock, scratch / f"stock{n}.log"), Server(patched, scratch / f"patched{n}.log"))
-        for n in range(jobs)
-    ]
+    both = (stock, patched)
+    pairs = [tuple(Server(x, scratch / f"{x.name}{n}.log") for x in both) for n in range(jobs)]
     seconds = given["limit"] * 60 or float("inf")
     more = ["-k", given["expression"]] if given["expression"] else []
     limits = Limits(given["test_seconds"], given["file_seconds"])

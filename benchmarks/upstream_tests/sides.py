@@ -10,10 +10,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import REPOSITORY
 from benchmarks.harness import trees as sides
@@ -36,14 +35,12 @@ Outcomes = dict[str, tuple[str, str]]
 """Outcome and reason of each test."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(NamedTuple):
     test: float
     file: float
 
 
-@dataclass(frozen=True, slots=True)
-class Overlay:
+class Overlay(NamedTuple):
     """The result of `cppmega apply` on the patched tree."""
 
     version: str
@@ -53,8 +50,7 @@ class Overlay:
     gates: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
+class Side(NamedTuple):
     """One tree with its own copy of the tests, which may write into their own folder."""
 
     name: str
@@ -109,10 +105,9 @@ def suite(tests: Path, to: Path) -> Path:
 def _environment(gates: Mapping[str, str]) -> dict[str, str]:
     """The caller's environment, without what would distinguish the sides or two runs."""
     kept = {k: v for k, v in process.alone(os.environ).items() if not k.startswith("CPPMEGA_")}
-    path = [kept["PYTHONPATH"]] if kept.get("PYTHONPATH") else []
     return {
         **kept,
-        "PYTHONPATH": os.pathsep.join([*path, str(REPOSITORY)]),
+        "PYTHONPATH": os.pathsep.join(filter(None, (kept.get("PYTHONPATH"), str(REPOSITORY)))),
         "PYTHONHASHSEED": "0",
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
@@ -162,15 +157,16 @@ class Server:
         """
         if self.process is None or self.process.poll() is not None:
             self.launch()
-        if not self.ready and (answer := self._answer()) is None:
+        if self.ready:
+            return
+        if (answer := self._answer()) is None:
             raise CppmegaError(
                 "no-server",
                 f"the process of the {self.side.name} tree ended: {self.log.read_text()[-1500:]}",
                 "No test can run on a tree that cannot be imported.",
                 "python -c 'import torch, pytest, megatron.training.arguments'",
             )
-        if not self.ready:
-            self.ready, self.forks = True, bool(answer["forks"])
+        self.ready, self.forks = True, bool(answer["forks"])
 
     def run(self, job: Mapping[str, Any]) -> str:
         """How the process of one job ended."""

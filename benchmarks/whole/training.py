@@ -78,39 +78,26 @@ def course(
     profile = PROFILE_AFTER if profile_after is None else profile_after
     fits = profile + PROFILED <= kill_after
     disturbed = PROFILED + 1 if fits else 0  # the profiler disturbs the step before its own, too
-    for wrong, why in (
-        (
-            save_after >= kill_after,
-            f"--save-after {save_after} must be below --kill-after {kill_after}, or there is no "
-            "checkpoint to resume from and no step to train twice.",
-        ),
-        (
-            kill_after >= 2 * save_after,
-            f"--kill-after {kill_after} must be below twice --save-after {save_after}: the run "
-            "saves at each multiple, and would resume from another checkpoint.",
-        ),
-        (
-            kill_after >= last,
-            f"--kill-after {kill_after} must be below train_iters={last}: the run would end before "
-            "it is killed. --set train_iters=N makes it longer.",
-        ),
-        (
-            bool(reloaded) and save_after + reloaded > last,
-            f"--reload-steps {reloaded} after --save-after {save_after} are more than "
-            f"train_iters={last}: the run would have no losses to compare.",
-        ),
-        (
-            profile_after is not None and not fits,
-            f"--profile-after {profile} must be at most {kill_after - PROFILED}: the profile takes "
-            f"{PROFILED} steps, and the run is killed after step {kill_after}.",
-        ),
-        (
-            last <= WARM + disturbed,
-            f"train_iters={last} leaves no step to measure: {WARM} warm up, and the profile "
-            f"disturbs {disturbed}.",
-        ),
-    ):
-        _refuse(wrong, why)
+    saves, kills = f"--save-after {save_after}", f"--kill-after {kill_after}"
+    _refuse(save_after >= kill_after, f"{saves}, {kills}: there is no checkpoint to resume from.")
+    _refuse(
+        kill_after >= 2 * save_after,
+        f"{saves}, {kills}: it saves at each multiple, and would resume from another checkpoint.",
+    )
+    _refuse(kill_after >= last, f"{kills}, train_iters={last}: it would end before it is killed.")
+    _refuse(
+        bool(reloaded) and save_after + reloaded > last,
+        f"{saves}, --reload-steps {reloaded}, train_iters={last}: there are no losses to compare.",
+    )
+    _refuse(
+        profile_after is not None and not fits,
+        f"--profile-after {profile} must be at most {kill_after - PROFILED}, before the kill.",
+    )
+    _refuse(
+        last <= WARM + disturbed,
+        f"train_iters={last}: no step is left, as {WARM} warm up and the profile disturbs "
+        f"{disturbed}.",
+    )
     return Course(save_after, kill_after, profile if fits else None)
 
 
@@ -132,11 +119,7 @@ LAYOUT = tuple(
 
 
 def check_layouts(saving: Recipe, loading: Recipe) -> None:
-    """Check that one recipe's checkpoint has a format that the other can load.
-
-    With the optimizer's states by bucket, which are cut otherwise in another layout, only the
-    number of replicas may differ.
-    """
+    """Refuse another layout where the optimizer's states are by bucket, which it cuts otherwise."""
     by_bucket = saving.use_distributed_optimizer and not saving.dist_ckpt_optim_fully_reshardable
     _refuse(
         by_bucket and any(getattr(saving, size) != getattr(loading, size) for size in LAYOUT),
@@ -197,8 +180,14 @@ def part(
 
 def kill_once_saved(bench: Bench, process: subprocess.Popen[bytes], saved: Path) -> None:
     """Kill the run once its checkpoint is complete, which an asynchronous save makes later."""
-    is_saved = bench.until(process, saved.is_file, "the checkpoint was not complete")
-    if not is_saved or process.poll() is not None:
+    deadline = time.monotonic() + bench.timeout
+    while not saved.is_file() and process.poll() is None:
+        if time.monotonic() > deadline:
+            runs.kill(process)
+            why = f"the checkpoint was not complete after {bench.timeout:.0f} s more"
+            raise runs.TimeIsUp(why)
+        time.sleep(bench.period)
+    if process.poll() is not None:
         raise click.ClickException(
             f"the run ended before it could be killed: train_iters={bench.recipe.train_iters} "
             "leaves too few steps after --kill-after"
@@ -207,10 +196,7 @@ def kill_once_saved(bench: Bench, process: subprocess.Popen[bytes], saved: Path)
 
 
 def reloading(bench: Bench, other: str) -> Bench:
-    """The same run with another recipe, which must be able to load the run's checkpoint.
-
-    Its steps have the same samples and learning rates. Nothing is evaluated.
-    """
+    """The same steps, samples and learning rates with another recipe; nothing is evaluated."""
     same = (
         f"{name}={getattr(bench.recipe, name)}" for name in ("global_batch_size", "train_iters")
     )
@@ -252,7 +238,7 @@ def killed_and_resumed(
 ) -> tuple[Stopped | None, dict[str, Any]]:
     """Why the resumed part was stopped, if it was, and the measurement of the run.
 
-    `unsaved` says why the resumed part shall save nothing; empty: it may save.
+    `unsaved` says why that part shall save nothing; empty: it may save.
     """
     killed = part(bench, tree, options, course.kill_after)
     notes, again = [], replace(options, profile=None)
