@@ -35,9 +35,9 @@ from benchmarks.harness import runs as training_runs
 from benchmarks.harness.gpu import card
 from benchmarks.harness.results import Places
 from benchmarks.harness.runs import Bench, header, prepare, said
-from benchmarks.slices import report as recipe_report
+from benchmarks.slices import training as recipe_report
 from benchmarks.slices.curves import FACTOR, Curves, judged
-from benchmarks.slices.report import measured, steps_of
+from benchmarks.slices.training import measured, steps_of
 from cppmega.host.packages import version
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe import memory

@@ -33,10 +33,10 @@ import click
 from benchmarks.harness import results, runs, trees
 from benchmarks.harness.results import Places
 from benchmarks.harness.runs import STARTS, Bench, Row
-from benchmarks.slices import report as of_recipe
+from benchmarks.slices import training as of_recipe
 from benchmarks.slices.curves import FACTOR, verdict
-from benchmarks.slices.report import GRAPH_POOLS, WARM, graph_pools, measured, steps_of
 from benchmarks.slices.subjects import PARTS, SUBJECTS, Part, Subject
+from benchmarks.slices.training import GRAPH_POOLS, WARM, graph_pools, measured, steps_of
 from cppmega.recipe import index as recipes_index
 from cppmega.runs import json_file
 from cppmega.runs import profile as run_profile

@@ -26,7 +26,7 @@ import click
 from benchmarks.harness import results, runs
 from benchmarks.harness.results import Places
 from benchmarks.harness.runs import STARTS, Bench, TimeIsUp
-from benchmarks.slices.report import GRAPH_POOLS, WARM, apart, measured, steps_of
+from benchmarks.slices.training import GRAPH_POOLS, WARM, apart, measured, steps_of
 from cppmega.host.markdown import table
 from cppmega.recipe import Recipe
 from cppmega.recipe import index as recipes_index

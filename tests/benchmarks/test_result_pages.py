@@ -13,10 +13,10 @@ from tests.support import REPOSITORY
 pytest.importorskip("torch")
 RESULTS = REPOSITORY / "benchmarks" / "results"
 BENCHMARKS = {
-    "mhc_training": ("slices.report", "table"),
-    "slice_training": ("slices.report", "table"),
+    "mhc_training": ("slices.training", "table"),
+    "slice_training": ("slices.training", "table"),
     "whole_rows": ("whole.rows", "page"),
-    "whole_training": ("whole.report", "page"),
+    "whole_training": ("whole.training", "page"),
 }
 """What writes the pages of a benchmark that its results name."""
 NAMES = {
@@ -34,7 +34,7 @@ NAMES = {
     "mhc_training_h200": ("slices.mhc_training", "table"),
     "mixer_curves_h100": ("slices.mixer_curves", "table"),
     "mixer_curves_h200": ("slices.mixer_curves", "table"),
-    "nam56r_h200_1gpu": ("slices.report", "table"),  # one of many rows, as a run of its own
+    "nam56r_h200_1gpu": ("slices.training", "table"),  # one of many rows, as a run of its own
     "upstream_unit_tests_cpu": ("upstream_tests.report", "table"),
     "upstream_unit_tests_h200": ("upstream_tests.report", "table"),
 }

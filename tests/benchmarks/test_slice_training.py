@@ -17,7 +17,7 @@ from cppmega.recipe import index as recipes_index
 from tests.support import PATIENCE
 
 runs = importlib.import_module("benchmarks.harness.runs")
-report = importlib.import_module("benchmarks.slices.report")
+report = importlib.import_module("benchmarks.slices.training")
 
 
 def rows(steps: int = 20, **changes: Any) -> list[dict[str, Any]]:

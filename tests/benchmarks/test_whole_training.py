@@ -18,7 +18,7 @@ from cppmega.recipe import index as recipes_index
 from tests.support import pristine
 
 whole = importlib.import_module("benchmarks.whole.training")
-report = importlib.import_module("benchmarks.whole.report")
+report = importlib.import_module("benchmarks.whole.training")
 
 TRAINS = """
 import json, sys, time
