@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from benchmarks.harness import results
-from benchmarks.upstream_tests.sides import Outcomes
-from benchmarks.upstream_tests.worker import FILE_LIMIT, NOT_RUN
+from benchmarks.upstream_tests.worker import FILE_LIMIT, NOT_RUN, Outcomes
 from cppmega.errors import CppmegaError
 
 ABSENT = ("absent", "")

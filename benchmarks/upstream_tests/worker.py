@@ -43,6 +43,8 @@ IMPORTED_BY_ALL = (
 )
 _PERIOD = 0.05
 LONGEST_REASON = 240
+Outcomes = dict[str, tuple[str, str]]
+"""Outcome and reason of each test."""
 STARTED, NOT_RUN = "started", "not run"
 FILE_LIMIT = "file limit"
 """How a process ended that ran into the time of its file."""
@@ -108,7 +110,7 @@ class Recorder:
         self.write(nodeid, *self.found.pop(nodeid, ("passed", "")))
 
 
-def outcomes(file: Path) -> dict[str, tuple[str, str]]:
+def outcomes(file: Path) -> Outcomes:
     """Outcome and reason of each test; later lines replace earlier ones."""
     lines = file.read_text().splitlines() if file.exists() else ()
     return {test: (outcome, reason) for test, outcome, reason in map(json.loads, lines)}

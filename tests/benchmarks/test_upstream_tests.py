@@ -19,7 +19,6 @@ pytestmark = pytest.mark.slow
 
 command = importlib.import_module("benchmarks.upstream_tests.run")
 report = importlib.import_module("benchmarks.upstream_tests.report")
-trees = importlib.import_module("benchmarks.upstream_tests.sides")
 
 TESTS = {
     "test_values.py": """
@@ -174,9 +173,9 @@ def test_a_tree_that_is_patched_already_is_no_stock(tmp_path: Path) -> None:
     site = made.tree(tmp_path / "site")
     pages = made.page(tmp_path / "pages").parent
     once, twice = tmp_path / "once", tmp_path / "twice"
-    trees.patched(site, once, ["double_doubles"], False, [pages])
+    command.patched(site, once, ["double_doubles"], False, [pages])
     with pytest.raises(CppmegaError, match="not-applied") as raised:
-        trees.patched(once, twice, ["double_doubles"], False, [pages])
+        command.patched(once, twice, ["double_doubles"], False, [pages])
     assert "thing.py" in raised.value.what
 
 
@@ -190,7 +189,7 @@ class Cut:
 
 def test_a_file_without_time_on_one_side_is_not_compared(tmp_path: Path) -> None:
     limits = command.Limits(test=1, file=7)
-    assert trees.run_file(Cut(), "test_x.py", limits, tmp_path, ()) is None
+    assert command.run_file(Cut(), "test_x.py", limits, tmp_path, ()) is None
     assert list(tmp_path.iterdir()) == []
 
 
