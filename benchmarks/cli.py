@@ -3,9 +3,8 @@
 usage: python -m benchmarks.cli [--version 0.19.2] [--runs 7] [--out benchmarks/results]
 
 Writes cli.json and cli.md; `python scripts/readme_figures.py` then copies the table into the
-README. Run it on a quiet machine; it takes about two minutes. The baselines are `git apply` of the
-same diff, without any check, and a libcst pass over the same complete files (parse, one visitor,
-print): the work of a rewriter that does not cut its targets out first.
+README. The baselines are `git apply` of the same diff, without any check, and a libcst pass over
+the same complete files: the work of a rewriter that does not cut its targets out first.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 usage: python -m benchmarks.code_corpus WORK [--out benchmarks/results]
 
-WORK is a new folder, which needs 1 GB. Writes code_corpus.json and code_corpus.md. The projects are
-downloaded before the clock starts, unless they are in the cache; making the corpus takes minutes on
-two cores. The archive is packed twice, and must have the same bytes.
+WORK is a new folder, which needs 1 GB. Writes code_corpus.json and code_corpus.md. The clock starts
+after the downloads. The archive is packed twice, and must have the same bytes.
 """
 
 from __future__ import annotations

@@ -112,12 +112,6 @@ def by_hand(
     return out, dq, dkv
 
 
-def measured(work: Callable[[], Any]) -> dict[str, float]:
-    """Milliseconds, and the peak in GiB above what was allocated before."""
-    milliseconds, peak = timed(work, 10)
-    return {"milliseconds": round(milliseconds, 3), "peak_gib": round(peak, 2)}
-
-
 def truth_and_floor(case: dict[str, Any], tensors: Tensors) -> tuple[Tensors, dict[str, float]]:
     """Results in fp64, and the errors of those in fp32 that are rounded to bf16."""
     query, key, grad, indices = (x.detach() for x in tensors)
@@ -198,10 +192,10 @@ def _of_way(way: Way, tensors: Tensors, truth: Any) -> dict[str, Any]:
         row["repeats"] = [name for name, one, other in pairs if torch.equal(one, other)]
     del first
     with torch.no_grad():
-        row["forward"] = measured(way)
-    row["both"] = measured(both)
+        row["forward"] = timed(way)
+    row["both"] = timed(both)
     backward = partial(torch.autograd.grad, way(), (query, key), grad, retain_graph=True)
-    return row | {"backward": measured(backward)}
+    return row | {"backward": timed(backward)}
 
 
 def _cells(result: dict[str, Any]) -> Iterator[str | list[Any]]:

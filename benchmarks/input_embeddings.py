@@ -2,14 +2,13 @@
 
     python -m benchmarks.input_embeddings [--out benchmarks/results]
 
-Needs megatron-core and transformer-engine, whose layers the trainer uses, and no pages. Both are
-built at NAM56R's widths and run in this process on 8 sequences of 4096 tokens in bf16. The tokens
-are drawn log-uniformly, so that frequent n-grams repeat as they do in text, and documents end after
-512 tokens on average. Timed is forward plus backward of everything that the embeddings add: ids,
-lookups, projections, and the sum with the token embedding, whose gradient is the one that arrives.
-Times are medians of 10 with CUDA events, of work that is launched while the GPU is busy, as in
-training; beside them those on an idle GPU, where short kernels cost what the host takes to launch
-them. Writes input_embeddings_DEVICE.json and .md.
+Needs megatron-core and transformer-engine, and no pages. Both have NAM56R's widths and get 8
+sequences of 4096 tokens in bf16. The tokens are drawn log-uniformly, so that frequent n-grams
+repeat as they do in text; documents end after 512 tokens on average. Timed is forward plus backward
+of all that the embeddings add: ids, lookups, projections, and the sum with the token embedding,
+whose gradient is the one that arrives. Times are medians of 10, of work that is launched while the
+GPU is busy, as in training; beside them those on an idle GPU, where short kernels cost what the
+host takes to launch them. Writes input_embeddings_DEVICE.json and .md.
 """
 
 from __future__ import annotations

@@ -134,10 +134,7 @@ class Rival(NamedTuple):
 
 
 def ours(leave_out: bool = False, **options: Any) -> Callable[[Case], Tensor]:
-    """The scalar loss by `linear_cross_entropy` with these options, whose backend must run.
-
-    With `leave_out` it is told how many tokens count.
-    """
+    """The scalar loss by `linear_cross_entropy`; `leave_out`: told how many tokens count."""
 
     def loss(case: Case) -> Tensor:
         weighted = options.get("upstream") == "weighted-scalar"

@@ -2,12 +2,11 @@
 
 usage: python -m benchmarks.m2rnn [--xma ROOT] [--out benchmarks/results]
 
-ROOT holds a checkout of the authors' kernels, the package `xma`. Both run in this process on the
-same bf16 inputs, NAM56R's 51 heads of 64 x 16, 8 sequences of 4096 tokens. Before any time, ours is
-compared with fp64 by the checks of the tests. Theirs keeps states in bf16, so how far it is from
-ours is written down and does not stop the run; "ours, clipped" clips the gradients of states at 1,
-and is as far from ours as that changes them. Times are medians of 10 with CUDA events. Writes
-m2rnn_DEVICE.json.
+ROOT holds a checkout of the authors' kernels, the package `xma`. Both have the same bf16 inputs,
+NAM56R's 51 heads of 64 x 16, 8 sequences of 4096 tokens. Before any time, ours is compared with
+fp64 by the checks of the tests. Theirs keeps states in bf16, so how far it is from ours is written
+down and does not stop the run; "ours, clipped" clips the gradients of states at 1, and is as far
+from ours as that changes them. Writes m2rnn_DEVICE.json, medians of 10 with CUDA events.
 """
 
 from __future__ import annotations

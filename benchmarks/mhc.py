@@ -280,24 +280,21 @@ def measure_ops(shape: Shape, speed: float) -> dict[str, list[float]]:
         leaf.requires_grad_()
     h_pre, h_post, h_res = kept
     logits = torch.randn_like(h_res, requires_grad=True)
-    calls: dict[str, Callable[[], tuple[Tensor, ...]]] = {
-        "sinkhorn": lambda: (mhc.sinkhorn(logits, ITERATIONS),),
-        "weights": lambda: mhc.weights(streams, given.parameters, ITERATIONS),
-        "aggregate": lambda: (mhc.aggregate(streams, h_pre),),
-        "update": lambda: (mhc.update(streams, h_res, h_post, out),),
-        "site": lambda: ours(*given),
-    }
-    needed = {
-        "sinkhorn": [logits],
-        "weights": list(given[:6]),
-        "aggregate": [streams, h_pre],
-        "update": [streams, h_res, h_post, out],
-        "site": list(given),
+    site, of_weights = list(given), partial(mhc.weights, streams, given.parameters, ITERATIONS)
+    calls: dict[str, tuple[Callable[[], tuple[Tensor, ...]], list[Tensor]]] = {
+        "sinkhorn": (lambda: (mhc.sinkhorn(logits, ITERATIONS),), [logits]),
+        "weights": (of_weights, site[:6]),
+        "aggregate": (lambda: (mhc.aggregate(streams, h_pre),), [streams, h_pre]),
+        "update": (
+            lambda: (mhc.update(streams, h_res, h_post, out),),
+            [streams, h_res, h_post, out],
+        ),
+        "site": (lambda: ours(*given), site),
     }
     found = {}
-    for name, call in calls.items():
+    for name, (call, needed) in calls.items():
         got = call()
-        given_back = (got, needed[name], [torch.randn_like(x) for x in got])
+        given_back = (got, needed, [torch.randn_like(x) for x in got])
         backward = partial(torch.autograd.grad, *given_back, retain_graph=True)
         times = [queued(call), queued(backward)]
         least = [size / speed for size in traffic(shape).get(name, ())]
@@ -361,10 +358,9 @@ def main(dev: Path | None, out: Path, only: tuple[str, ...]) -> None:
     sites, ops = earlier.get("sites", {}), earlier.get("ops", {})
 
     def save() -> None:
-        both = {"sites": sites, "ops": ops}
-        in_order = {what: {x: of[x] for x in CASES if x in of} for what, of in both.items()}
-        whole = report | in_order
-        results.write(out, name, whole, page(whole))
+        for what, of in (("sites", sites), ("ops", ops)):
+            report[what] = {case: of[case] for case in CASES if case in of}
+        results.write(out, name, report, page(report))
 
     for number, (case, shape) in enumerate(CASES.items()):
         if only and not case.startswith(only):

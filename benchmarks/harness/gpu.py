@@ -41,23 +41,21 @@ def median(work: Callable[..., Any], *arguments: Any, queued: bool = False) -> f
     return statistics.median(elapsed(work, *arguments, repeats=12, queued=queued)[2:])
 
 
-def timed(work: Callable[[], Any], repeats: int, warm_up: int = 3) -> tuple[float, float]:
+def timed(work: Callable[[], Any], repeats: int = 10, warm_up: int = 3) -> dict[str, float]:
     """Median milliseconds, and the peak in GiB above what was allocated before."""
     for _ in range(warm_up):
         work()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     held, found = torch.cuda.memory_allocated(), elapsed(work, repeats=repeats)
-    return statistics.median(found), (torch.cuda.max_memory_allocated() - held) / GIB
+    peak = (torch.cuda.max_memory_allocated() - held) / GIB
+    return {"milliseconds": round(statistics.median(found), 3), "peak_gib": round(peak, 2)}
 
 
 def rounds(names: Iterable[str], count: int) -> Iterator[tuple[int, str]]:
-    """The number of the round and a name: each name once per round, in another order each time.
-
-    After a slow implementation the card is cool, and its clocks are high.
-    """
+    """The number of the round and a name: each name once per round, in another order each time."""
     every = list(names)
-    for turn in range(count):
+    for turn in range(count):  # after a slow implementation the card is cool, its clocks are high
         for name in random.Random(turn).sample(every, len(every)):
             yield turn, name
 
@@ -103,10 +101,7 @@ def upstream_of(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 def both_ways(
     call: Callable[..., Any], leaves: Iterable[Tensor], upstream: Iterable[Tensor] | None = None
 ) -> list[Tensor]:
-    """The results of a call, a tensor or several, and the gradients of all that it is given.
-
-    The upstream gradients are those given, or else those of `upstream_of`.
-    """
+    """The results of a call, a tensor or several, and the gradients of all that it is given."""
     given = [x.detach().requires_grad_() for x in leaves]
     out = call(*given)
     every = [out] if isinstance(out, Tensor) else list(out)

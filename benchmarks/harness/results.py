@@ -98,11 +98,8 @@ def stack(*packages: str) -> dict[str, str]:
 
 def facts(*packages: str) -> dict[str, Any]:
     """The same for a result whose page has them in a sentence; all must be installed."""
-    found = stack(*packages)
-    return {
-        **{"date": found["date"], "gpu": found["GPU"]},
-        **{name: metadata.version(name) for name in packages},
-    }
+    found, every = stack(), {name: metadata.version(name) for name in packages}
+    return {"date": found["date"], "gpu": found["GPU"], **every}
 
 
 def versions(stack: Mapping[str, Any], *names: str) -> str:

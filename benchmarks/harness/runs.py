@@ -176,11 +176,7 @@ def prepare(prefix: Path, site: Path, structure: bool = False) -> Path:
 def said(
     root: Path, code: str, variables: Mapping[str, str], log: Path, timeout: float | None = None
 ) -> dict[str, Any]:
-    """What code prints as JSON on a line of its own, in a process of one rank that runs a tree.
-
-    Raises:
-        ClickException: it has failed; with the end of the log, where its standard error goes.
-    """
+    """What code prints as JSON on a line of its own, in a process of one rank that runs a tree."""
     rank = {"RANK": "0", "WORLD_SIZE": "1"}
     rank |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with log.open("w") as errors:

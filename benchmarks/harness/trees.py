@@ -22,10 +22,7 @@ BESIDE = "transformer_engine"
 
 
 def copy(site: Path, root: Path) -> None:
-    """Copy `megatron/` and its dist-info, as pip or an unpacked wheel leave them, into ROOT.
-
-    Transformer Engine is linked, if SITE has it, so that its pages are applied as well.
-    """
+    """Copy `megatron/` and its dist-info into ROOT; link Transformer Engine, which has pages."""
     shutil.copytree(site / "megatron", root / "megatron")
     for info in site.glob("megatron_core-*.dist-info"):
         shutil.copytree(info, root / info.name)
@@ -69,11 +66,7 @@ def applied(root: Path) -> tuple[str, ...]:
 
 @contextmanager
 def overlaid(megatron: Path, pages: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """A copy with these pages, from which this process then imports megatron.
-
-    Yields:
-        The version of Megatron, and the digest of the overlay.
-    """
+    """A copy with these pages, from which this process then imports megatron; its versions."""
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch) / "patched"
         copy(megatron, root)

@@ -1,7 +1,6 @@
 """The small models of `mhc_training.py`, trained in a process of their own that runs one tree.
 
-All ways begin from one seed and see the same batches, in fp32, so that the same model trains on a
-CPU and on a GPU.
+All ways begin from one seed and see the same batches, in fp32, on a CPU and on a GPU.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
     python -m benchmarks.slices.mhc_training --site SITE --work SCRATCH --out DIR [--only PART,...]
 
 \b
-    small   50 steps of a small GPT and a small hybrid in fp32: by the reference on the CPU and
-            twice on the GPU, once more from weights that are each one rounding away, and by the
-            kernels, also recomputed (`mhc_curves.py`)
+    small   a small GPT and a hybrid in fp32: by the reference on the CPU, twice on the GPU and from
+            weights one rounding away, and by the kernels, also recomputed (`mhc_curves.py`)
     gpt     the recipe gpt_mhc_h200 (8 layers, C 4096): without streams, by the kernels, recomputed
             as one block and by blocks of 2 layers, and twice by the reference
     slice   the recipe nam56r_h200_slice_mhc, and the same without streams

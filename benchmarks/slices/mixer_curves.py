@@ -101,16 +101,6 @@ def batch(seed: int, device: str) -> dict[str, torch.Tensor]:
     }
 
 
-def run(model: str, way: str, steps: int, root: Path, log: Path) -> dict[str, list[float]]:
-    code = "from benchmarks.slices import mixer_curves as c\n"
-    code += f"c.trained({model!r}, {way!r}, {steps})"
-    sizes = MODELS[model].sizes
-    variables = {each: environment_sizes.text(size) for each, size in sizes.items()}
-    if way != "kernels":
-        variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # tensors are small
-    return runs.said(root, code, variables, log)
-
-
 def table(report: dict[str, Any]) -> str:
     blocks: list[results.Page] = [
         "# Mixers in training: kernels and reference",
@@ -151,7 +141,13 @@ def main(site: Path, work: Path, out: Path, steps: int, only: str | None) -> Non
         found = report["runs"][model] = {}
         for way in WAYS:
             started = time.monotonic()
-            found[way] = run(model, way, steps, root, work / f"{model}-{way}.log")
+            code = "from benchmarks.slices import mixer_curves as c\n"
+            code += f"c.trained({model!r}, {way!r}, {steps})"
+            sizes = MODELS[model].sizes
+            variables = {name: environment_sizes.text(size) for name, size in sizes.items()}
+            if way != "kernels":
+                variables |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # small tensors
+            found[way] = runs.said(root, code, variables, work / f"{model}-{way}.log")
             print(f"{model}, {way}: {time.monotonic() - started:.0f} s", file=sys.stderr)
     results.write(out, name, report, table(report))
     draw(report, out / f"{name}.png")

@@ -59,11 +59,7 @@ _ROWS = {
 
 
 def measured(rows: list[Row]) -> dict[str, Any]:
-    """Curves of one run, and medians of its steps that were not profiled.
-
-    Raises:
-        ClickException: a loss or gradient is not finite, so the throughput means nothing.
-    """
+    """Curves of one run, and medians of its steps that were not profiled."""
     start = next(row for row in rows if "start" in row)
     steps = steps_of(rows)
     if any(row.get("mock_data") for row in rows):

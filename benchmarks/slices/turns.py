@@ -2,7 +2,7 @@
 
     python -m benchmarks.slices.turns SUBJECT --site SITE --work SCRATCH --out DIR [--only PART,...]
 
-SUBJECT is what is measured, and a PART its runs in one configuration; `subjects.py` says which.
+SUBJECT is what is measured, and a PART its runs in one configuration: `SUBJECTS` and `PARTS`.
 Every run is a process. The sides of a part take turns: without the subject's pages or arguments
 ("before"), with all of the overlay ("after"), and once more in the other order. The last run of
 each side is profiled after its measured steps. Parts named `curves` run Megatron's own path twice
@@ -35,12 +35,118 @@ from benchmarks.harness.results import Places
 from benchmarks.harness.runs import STARTS, Bench, Row
 from benchmarks.slices import training as of_recipe
 from benchmarks.slices.curves import FACTOR, verdict
-from benchmarks.slices.subjects import PARTS, SUBJECTS, Part, Subject
 from benchmarks.slices.training import GRAPH_POOLS, WARM, graph_pools, measured, steps_of
 from cppmega.recipe import index as recipes_index
 from cppmega.runs import json_file
 from cppmega.runs import profile as run_profile
 from cppmega.runs.profile import SUMMARY, Profile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is compared."""
+
+    title: str
+    name: str
+    """Of the files with the results."""
+    pages: tuple[str, ...] = ()
+    """Those that `before` lacks; empty: the sides differ only in their arguments."""
+    curves: tuple[str, ...] = ()
+    """The pages that `ours` has in addition to those of stock in the curves."""
+    targets: Mapping[str, float] = field(default_factory=dict)
+    """tokens/s of `after` over `before`, by part."""
+    parts: tuple[str, ...]
+    switches: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the environment in which patches are applied and runs are started."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Runs of one configuration."""
+
+    batch: int
+    arguments: tuple[str, ...] = ()
+    """Megatron's own: as fields, they would make the recipe ask for the pages left out."""
+    also: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Arguments of single sides."""
+    fields: tuple[tuple[str, str], ...] = ()
+    """Changes to the recipe, for settings that an argument would contradict."""
+    turns: tuple[str, ...] = ("before", "after", "after", "before")
+    steps: int | None = None
+    """Steps of a curve; None: what the caller asks for."""
+    linear: bool = True
+    """The heads' losses without logits, which a micro-batch of 8 needs."""
+    recipe: str = ""
+    """The one that has these settings."""
+
+    @property
+    def is_curve(self) -> bool:
+        return "stock" in self.turns
+
+
+_KERNELS = ("fused8", "fused2", "dense8", "curves_dense", "curves_sparse")
+_INDEXER = ("dsa_indexer_kernels", "dsa_indexer_prologue", "tilelang_indexer_parallel_store")
+_ATTENTION = ("dsa_attention_kernels",)
+SUBJECTS = {
+    "indexer": Subject(
+        title="The DSA indexer's kernels",
+        name="dsa_indexer_slices_h200",
+        pages=_INDEXER,
+        curves=_INDEXER[:2],
+        targets={"fused8": 1.25, "fused2": 1.4},
+        parts=_KERNELS,
+    ),
+    "attention": Subject(
+        title="The kernels of DSA's attention",
+        name="dsa_attention_slices_h200",
+        pages=_ATTENTION,
+        curves=_ATTENTION,
+        parts=_KERNELS,
+    ),
+    "graphs": Subject(
+        title="CUDA graphs",
+        name="dsa_graph_slices_h200",
+        targets={"graphs2": 1.3, "graphs1": 1.3},
+        parts=("graphs8", "graphs2", "graphs1", "curves_graphs"),
+    ),
+    "sharing": Subject(
+        title="CUDA graphs of layers that share keys",
+        name="dsa_sharing_graph_slices_h200",
+        parts=("curves_shared", "shared1"),
+        switches={"CPPMEGA_INDEX_CACHE": "1"},
+    ),
+}
+_TILELANG = ("--dsa-kernel-backend", "tilelang")
+_SPARSE = ("--dsa-indexer-use-sparse-loss",)
+_FUSED = _TILELANG + _SPARSE
+_GRAPHS = ("--cuda-graph-impl", "local", "--cuda-graph-modules", "attn", "moe_router")
+_TE_GRAPHS = ("--cuda-graph-impl", "transformer_engine", *_GRAPHS[2:], "moe_preprocess")
+_SHARED = (("pattern", "DDDE+DDDEDDDE/D-/D-"), ("dsa_index_pattern", "FSSFSSFSS"))
+_CURVES = ("stock", "again", "ours")
+_WITH_GRAPHS = {"after": _GRAPHS}
+
+
+PARTS = {
+    "fused8": Part(batch=8, arguments=_FUSED, recipe="nam56r_h200_slice_fused"),
+    "fused2": Part(batch=2, arguments=_FUSED),
+    "dense8": Part(batch=8, arguments=_TILELANG, recipe="nam56r_h200_slice_fused_dense"),
+    "curves_dense": Part(batch=1, turns=_CURVES, linear=False),
+    "curves_sparse": Part(batch=1, arguments=_SPARSE, turns=_CURVES, linear=False),
+    **{f"graphs{n}": Part(batch=n, arguments=_FUSED, also=_WITH_GRAPHS) for n in (8, 2, 1)},
+    "curves_graphs": Part(
+        batch=1, arguments=_FUSED, also={"ours": _GRAPHS}, turns=_CURVES, steps=50
+    ),
+    "curves_shared": Part(
+        batch=1,
+        arguments=_FUSED,
+        also={"ours": _GRAPHS, "te": _TE_GRAPHS},
+        fields=_SHARED,
+        turns=(*_CURVES, "te"),
+        steps=50,
+    ),
+    "shared1": Part(batch=1, arguments=_FUSED, also=_WITH_GRAPHS, fields=_SHARED),
+}
+
 
 REFERENCE = (*STARTS, "dsa_indexer_loss_metric")
 """Patches of stock in the curves: to start, and to log the indexer loss in the same way."""
@@ -67,11 +173,7 @@ class Turns:
     """Seconds of each run so far."""
 
     def part(self, name: str) -> None:
-        """Run what is left of a part.
-
-        Raises:
-            ClickException: runs have failed; the next call repeats them.
-        """
+        """Run what is left of a part; ClickException if some failed, to be repeated."""
         result = {} if self.again else results.read(self.bench.out, name)
         result = {**result, **self.facts, "part": name}
         done = result.setdefault("runs", {})
@@ -196,18 +298,14 @@ def write_report(out: Path, subject: Subject) -> str:
     for name, part in parts.items():
         each = {label: of_recipe.without_curves(run) for label, run in part["runs"].items()}
         short[name] = part | {"runs": each}
-        if PARTS[name].recipe and of_side(part, "after"):
-            write_recipe(out, PARTS[name].recipe, subject, part)
+        recipe, after = PARTS[name].recipe, of_side(part, "after")
+        if recipe and after:  # the slower run, as `slices/training.py` writes a recipe's result
+            slower = min(after, key=lambda run: run["tokens_per_second"])
+            row = {key: value for key, value in slower.items() if key not in ("side", "profile")}
+            facts = {key: value for key, value in part.items() if key != "part"}
+            facts |= {"recipe": recipe, "benchmark": subject.name, "runs": {"overlay": row}}
+            of_recipe.save(out, recipe, facts)
     return results.save(out, subject.name, short, report(subject, parts, found))
-
-
-def write_recipe(out: Path, recipe: str, subject: Subject, part: dict[str, Any]) -> None:
-    """Write the slower run of all patches as `slices/training.py` writes a recipe's result."""
-    slower = min(of_side(part, "after"), key=lambda run: run["tokens_per_second"])
-    row = {key: value for key, value in slower.items() if key not in ("side", "profile")}
-    result = part | {"recipe": recipe, "benchmark": subject.name, "runs": {"overlay": row}}
-    del result["part"]
-    of_recipe.save(out, recipe, result)
 
 
 def report(

@@ -164,11 +164,7 @@ _LISTS = ("no_longer_seen", "other_reasons", "cut_short")
 
 
 def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge an earlier result with that of the files for which it had no time.
-
-    Raises:
-        CppmegaError: `other-result`, where they are of different things.
-    """
+    """Merge an earlier result with that of the files for which it had no time."""
     other = [name for name in SAME if old.get(name) != new.get(name)]
     if other:
         raise CppmegaError(

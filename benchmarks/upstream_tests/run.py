@@ -163,10 +163,7 @@ class Server:
         self.ready = self.forks = False
 
     def launch(self) -> None:
-        """Start it; it then imports what every file needs, and answers when it is ready.
-
-        It ends with the thread that has started it.
-        """
+        """Start it, to end with this thread; it answers when it has imported what files need."""
         self.close()
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
@@ -182,11 +179,7 @@ class Server:
         self.ready = False
 
     def start(self) -> None:
-        """Wait until it is ready; start it again if it has ended.
-
-        Raises:
-            CppmegaError: `no-server`.
-        """
+        """Wait until it is ready; start it again if it has ended."""
         if self.process is None or self.process.poll() is not None:
             self.launch()
         if self.ready:

@@ -13,10 +13,9 @@ and write to the same DIR; --note then says so.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -149,7 +148,10 @@ def main(
         row = ROWS[each].of(base)
         every = (f"train_iters={steps + _PROFILED}", *changes, *row.changes)
         made = recipes_index.with_text(recipes_index.load(recipe), every)
-        with in_environment(made, row):
+        variables = {**dict(made.wanted_gates), **row.variables}
+        with mock.patch.dict(os.environ, variables):  # trees and runs are made by other processes
+            if MAMBA_RECOMPUTE[0] not in variables:
+                os.environ.pop(MAMBA_RECOMPUTE[0], None)
             found = ran(Bench(made, every, *places, timeout), each, steps, row)
         fused = _ATTENTION not in row.without
         found["changes"], found["gpus"] = row.described, made.gpus
@@ -160,16 +162,6 @@ def main(
             result.setdefault("rows", {})[each] = found
             (places.out / f"{name}.md").write_text(page(result))
     print(page(results.read(places.out, name)))
-
-
-@contextlib.contextmanager
-def in_environment(recipe: Recipe, row: Row) -> Iterator[None]:
-    """With the variables of a row, in which its tree is patched and it is started."""
-    variables = {**dict(recipe.wanted_gates), **row.variables}
-    with mock.patch.dict(os.environ, variables):  # trees and runs are made by other processes
-        if MAMBA_RECOMPUTE[0] not in variables:
-            os.environ.pop(MAMBA_RECOMPUTE[0], None)
-        yield
 
 
 def ran(bench: Bench, name: str, steps: int, row: Row) -> dict[str, Any]:

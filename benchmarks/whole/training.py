@@ -16,7 +16,6 @@ at once, as the ranks would refuse it minutes later.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import re
@@ -24,7 +23,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,28 +53,10 @@ PROFILED, PROFILE_AFTER = 2, 40
 """Steps of the profile, and the one before it where the caller names none."""
 
 
-@contextlib.contextmanager
-def refusing() -> Iterator[None]:
-    """Let an error of cppmega end the command with its text instead of a traceback."""
-    try:
-        yield
-    except CppmegaError as error:
-        raise click.ClickException(error.render().removeprefix("error: ")) from None
-
-
-@dataclass(frozen=True)
-class Course:
-    """The steps after which a run is saved, killed and, if at all, profiled."""
-
-    save_after: int
-    kill_after: int
-    profile_after: int | None
-
-
-def course(
+def checked(
     recipe: Recipe, save_after: int, kill_after: int, profile_after: int | None, reloaded: int
-) -> Course:
-    """The course of a run that can give a result; UsageError if it could only fail.
+) -> int | None:
+    """The step before the profile, if there is one; UsageError if the run could only fail.
 
     `reloaded` are the steps that another recipe trains after the checkpoint, or 0.
     """
@@ -103,7 +84,7 @@ def course(
         f"train_iters={last}: no step is left, as {WARM} warm up and the profile disturbs "
         f"{disturbed}.",
     )
-    return Course(save_after, kill_after, profile if fits else None)
+    return profile if fits else None
 
 
 def _refuse(wrong: bool, why: str) -> None:
@@ -226,26 +207,28 @@ def reloaded(again: Bench, tree: Path, options: RunOptions, saved: int) -> dict[
     }
 
 
-def first_options(bench: Bench, course: Course, held_out: Path | None) -> RunOptions:
+def first_options(
+    bench: Bench, save_after: int, profile_after: int | None, held_out: Path | None
+) -> RunOptions:
     """The options of the start that is killed, beside those that a bench gives to all."""
     evaluates = bench.recipe.eval_interval > 0  # else, the trainer refuses held-out data
     held = (str(held_out.resolve()),) if held_out is not None and evaluates else ()
     saved = bench.work / CHECKPOINTS
-    options = RunOptions(held_out=held, save=saved, save_interval=course.save_after)
-    if course.profile_after is None:
+    options = RunOptions(held_out=held, save=saved, save_interval=save_after)
+    if profile_after is None:
         return options
-    folder, after = bench.out / "profile", course.profile_after
-    return replace(options, profile=PROFILED, profile_after=after, profile_folder=folder)
+    folder = bench.out / "profile"
+    return replace(options, profile=PROFILED, profile_after=profile_after, profile_folder=folder)
 
 
 def killed_and_resumed(
-    bench: Bench, tree: Path, options: RunOptions, course: Course, unsaved: str
+    bench: Bench, tree: Path, options: RunOptions, kill_after: int, unsaved: str
 ) -> tuple[Stopped | None, dict[str, Any]]:
     """Why the resumed part was stopped, if it was, and the measurement of the run.
 
     `unsaved` says why that part shall save nothing; empty: it may save.
     """
-    killed = part(bench, tree, options, course.kill_after)
+    killed = part(bench, tree, options, kill_after)
     notes, again = [], replace(options, profile=None)
     if not unsaved and not room_for_another(bench.work / CHECKPOINTS):
         unsaved = "the disk had no room for a second checkpoint"
@@ -258,7 +241,7 @@ def killed_and_resumed(
         why = resumed.stopped.message.partition(":")[0]
         notes.append(f"It was stopped after step {last} of {bench.recipe.train_iters}: {why}.")
     return resumed.stopped, {
-        **measured(killed.rows, resumed.rows, course.save_after),
+        **measured(killed.rows, resumed.rows, options.save_interval),
         "seconds_to_first_step": [round(killed.first, 1), round(resumed.first, 1)],
         "saves": saves(killed.log) + saves(resumed.log),
         **({"note": " ".join(notes)} if notes else {}),
@@ -274,11 +257,7 @@ _SAVE = re.compile(r"^cppmega: (checkpoint of step .*)$", re.MULTILINE)
 
 
 def measured(killed: list[Row], resumed: list[Row], saved: int) -> dict[str, Any]:
-    """The run without the steps that were lost, and how those compare with their repetition.
-
-    Raises:
-        ClickException: it was not resumed from there, a step is missing, or one is not finite.
-    """
+    """The run without the steps that were lost, and how those compare with their repetition."""
     lost, again = losses(killed), losses(resumed)
     if not again:
         raise click.ClickException("the resumed part took no step: the kill came too late")
@@ -310,10 +289,7 @@ def measured(killed: list[Row], resumed: list[Row], saved: int) -> dict[str, Any
 def repeated(rows: list[Row], whole: list[Row], saved: int) -> dict[str, Any]:
     """Steps that another recipe trained from a checkpoint, and the run's own losses of them.
 
-    Its steps are too few for a median: the seconds of each are kept.
-
-    Raises:
-        ClickException: the other recipe did not begin after the step that was saved.
+    They are too few for a median: the seconds of each are kept.
     """
     again, own = losses(rows), losses(whole)
     if min(again, default=0) != saved + 1:
@@ -497,16 +473,18 @@ def run(
     What the resumed part has done until the time limit is reported, too; if it stood still, the
     command then fails.
     """
-    with refusing():
+    try:
         recipe = shipped(recipe_name, changes)
         reloads = reload_steps if others else 0
-        steps = course(recipe, save_after, kill_after, profile_after, reloads)
+        profile_after = checked(recipe, save_after, kill_after, profile_after, reloads)
         bench = Bench(recipe, changes, *places, timeout)
-        options = first_options(bench, steps, held_out)
+        options = first_options(bench, save_after, profile_after, held_out)
         again = [reloading(bench, other) for other in others]
         for one, how in ((bench, options), *((one, RunOptions()) for one in again)):
             check_start(one.recipe, replace(how, data=(str(one.data),)), one.site)
             check_gpus(one.recipe)
+    except CppmegaError as error:
+        raise click.ClickException(error.render().removeprefix("error: ")) from None
     checkpoints = bench.work / CHECKPOINTS
     if checkpoints.exists():
         raise click.ClickException(f"{checkpoints} exists: a run would resume from it")
@@ -518,7 +496,7 @@ def run(
     unsaved = "it was started with `--save-once`" if save_once else ""
     if others:
         unsaved = f"the checkpoint that it resumed from is loaded by {' and '.join(others)}"
-    stopped, found = killed_and_resumed(bench, tree, options, steps, unsaved)
+    stopped, found = killed_and_resumed(bench, tree, options, kill_after, unsaved)
     result |= found
     result["headline"] = headline(result)
     name = name or recipe.name

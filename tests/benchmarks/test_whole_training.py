@@ -262,7 +262,7 @@ def test_only_the_killed_start_is_profiled_and_only_where_the_profile_fits(
     assert "--profile" in killed and "--profile" not in resumed
     recipe = recipes_index.load(NAME).with_(train_iters=120)
     for kill_after, expected in ((41, None), (42, 40), (60, 40)):
-        assert whole.course(recipe, 40, kill_after, None, 0).profile_after == expected
+        assert whole.checked(recipe, 40, kill_after, None, 0) == expected
 
 
 @pytest.mark.slow
