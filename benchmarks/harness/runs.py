@@ -104,7 +104,7 @@ class Bench:
     def wait(
         self, name: str, process: subprocess.Popen[bytes], until: int | None = None, after: int = 0
     ) -> None:
-        """Wait for a run's end, or until it has logged a step after the first rows.
+        """Wait for its end or step `until`; the first `after` rows are those of an earlier start.
 
         Raises:
             Stopped: at its time limit, or after `quiet` seconds without a word.
