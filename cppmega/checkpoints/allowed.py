@@ -12,6 +12,7 @@ import io
 import pickle
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
+from enum import Enum
 from typing import Any
 
 _DTYPES = (
@@ -147,8 +148,11 @@ def plain(value: Any, depth: int = 2) -> Any:
             return "a large number"
         case int() | float() | str() | None:
             return value
-    text = type(value).__name__ if isinstance(value, _CONTAINERS) else str(value)
-    return text.removeprefix("torch.")
+    # Printing an object prints all that it holds, which may hold itself many times over.
+    known = isinstance(value, Enum) or not (
+        isinstance(value, _CONTAINERS) or hasattr(value, "__dict__")
+    )
+    return (str(value) if known else type(value).__name__).removeprefix("torch.")
 
 
 _CONTAINERS = (dict, list, tuple, set, frozenset, bytes, bytearray)

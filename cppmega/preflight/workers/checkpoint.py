@@ -50,7 +50,8 @@ def open_all(order: CheckpointOrder) -> CheckpointAnswer:
         return CheckpointAnswer(problem=Problem.from_error(error))
     state = next((one for one in states if "args" in one), {} if not states else states[0])
     args = state.get("args")
-    arguments = args.state if isinstance(args, Inert) else None
+    # Where Megatron has been imported, torch gives its own class of arguments.
+    arguments = args.state if isinstance(args, Inert) else getattr(args, "__dict__", None)
     return CheckpointAnswer(
         state=_plain(state),
         arguments=_plain(arguments) if isinstance(arguments, dict) else {},
