@@ -209,7 +209,7 @@ def own_kernels() -> dict[str, frozenset[str]]:
     found: dict[str, frozenset[str]] = {}
     for folder in files("cppmega.ops").iterdir():
         for file in folder.iterdir() if folder.is_dir() else ():
-            if file.name.endswith("_triton.py"):
+            if file.name.endswith(("_triton.py", "_gluon.py")):
                 for name in _kernels(file.read_text()):
                     family = _family_of(folder.name, file.name)
                     found[name] = found.get(name, frozenset()) | {family}
@@ -225,5 +225,5 @@ def _kernels(text: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
             decorators = {ast.unparse(one).partition("(")[0] for one in node.decorator_list}
-            if "triton.jit" in decorators and node.name.endswith("_kernel"):
+            if {"triton.jit", "gluon.jit"} & {*decorators} and node.name.endswith("_kernel"):
                 yield node.name

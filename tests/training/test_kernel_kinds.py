@@ -45,7 +45,7 @@ KERNELS = {
         "sparse_mla_bwd_kernel_kernel",
     ],
     "cppmega: DSA": ["_choose_kernel", "_prologue_kernel", "_transform_kernel", "_forward_kernel"],
-    "cppmega: Mamba-3": ["values_kernel", "rows_kernel"],
+    "cppmega: Mamba-3": ["values_kernel", "rows_kernel", "rows_sm90_kernel"],
     "cppmega: losses of the heads": ["_row_kernel"],
     "products of the experts": [
         "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cutlass::gemm::"

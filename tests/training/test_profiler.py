@@ -132,12 +132,13 @@ def test_every_rank_knows_which_steps_were_slower() -> None:
 
 
 LOOP = """
-
+import sys
 from pathlib import Path
 from cppmega.recipe import index
 from cppmega.recipe.run_options import RunOptions
 from cppmega.smoke import loop
 
+sys.argv.append("--unguarded")
 folder = Path(FOLDER)
 recipe = index.load("smoke_cpu").with_(
     train_iters=6, num_layers=1, mtp_num_layers=1, micro_batch_size=2, global_batch_size=2)

@@ -50,8 +50,7 @@ def open_all(order: CheckpointOrder) -> CheckpointAnswer:
         return CheckpointAnswer(problem=Problem.from_error(error))
     state = next((one for one in states if "args" in one), {} if not states else states[0])
     args = state.get("args")
-    # Where Megatron has been imported, torch gives its own class of arguments.
-    arguments = args.state if isinstance(args, Inert) else getattr(args, "__dict__", None)
+    arguments = args.state if isinstance(args, Inert) else None
     return CheckpointAnswer(
         state=_plain(state),
         arguments=_plain(arguments) if isinstance(arguments, dict) else {},
@@ -69,6 +68,8 @@ def loaded(source: str | io.BytesIO, depth: int = 0) -> Any:
 
     in_memory = isinstance(source, io.BytesIO)
     allowed: list[Any] = [(stand_in, name) for name, stand_in in STAND_INS.items()]
+    already = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()  # Megatron allows more where it is imported
     try:
         with torch.serialization.safe_globals(allowed):
             content = torch.load(source, "cpu", weights_only=True, mmap=not in_memory)
@@ -81,6 +82,8 @@ def loaded(source: str | io.BytesIO, depth: int = 0) -> Any:
         raise
     except Exception as error:  # a damaged archive raises anything
         raise Damaged(f"{type(error).__name__}: {error}") from error
+    finally:
+        torch.serialization.add_safe_globals(already)
     _check_bytes(content, depth)
     return content
 
