@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import subprocess
@@ -50,8 +51,9 @@ def _fetched(commit: str, place: Path) -> str:
         (package,) = Path(scratch).glob("**/megatron/core/..")
         (Path(scratch) / "tree").mkdir()
         package.resolve().rename(Path(scratch) / "tree" / "megatron")
-        (Path(scratch) / "tree").rename(place)
-    return ""
+        with contextlib.suppress(OSError):  # another process was first
+            (Path(scratch) / "tree").rename(place)
+    return "" if place.is_dir() else f"cannot be put at {place}"
 
 
 def _archive(commit: str) -> bytes:
