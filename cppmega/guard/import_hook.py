@@ -19,13 +19,11 @@ _HOOKED = "_cppmega_hooked"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hook:
-    """Callbacks for the modules that it wants."""
+    """A callback for the modules that it wants."""
 
     wants: Callable[[ModuleSpec], bool]
-    after: Callable[[ModuleType], None] | None = None
+    after: Callable[[ModuleType], None]
     """Called right after the module's body, before its importer sees it."""
-    found: Callable[[ModuleSpec], None] | None = None
-    """Called before the module is executed; may exchange the loader."""
 
 
 _HOOKS: list[Hook] = []
@@ -83,17 +81,13 @@ def _found_by_the_others(
 
 
 def _attach(spec: ModuleSpec, hooks: list[Hook]) -> None:
-    for hook in hooks:
-        if hook.found is not None:
-            hook.found(spec)
     loader: Any = spec.loader
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
         execute(module)
         for hook in hooks:
-            if hook.after is not None:
-                hook.after(module)
+            hook.after(module)
 
     setattr(loader, _HOOKED, True)
     loader.exec_module = exec_module
