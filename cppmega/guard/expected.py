@@ -43,23 +43,28 @@ class Expected:
         return any(code is one or same_code(code, one) for one in known)
 
 
-def of_source(path: Path, data: bytes) -> Expected:
+def of_source(path: Path, data: bytes, *, loaded: bool = False) -> Expected:
     """Find the expected code of a file.
 
     Args:
         path: the file.
         data: its bytes.
+        loaded: whether Python's own loader has just executed it. If bytecode is known to hold its
+            code, that code has run, and is not loaded again: `codes` is then empty.
     """
-    code, stale = _code(path, data)
-    found = Expected(sha256(data), stale=stale)
+    cached, bytecode = _bytecode(path)
+    digest = sha256(data)
+    known = _LEDGER.knows(bytecode, data)
+    if known and loaded:
+        return Expected(digest)
+    if known:
+        code, stale = marshal.loads(memoryview(bytecode)[pyc.HEADER :]), ""
+    else:
+        code, stale = _compiled(path, data, cached, bytecode)
+    found = Expected(digest, stale=stale)
     for each in nested(code):
         found.codes.setdefault(each.co_qualname, []).append(each)
     return found
-
-
-def is_what_python_loads(path: Path, data: bytes) -> bool:
-    """Whether Python's own loader finds bytecode that was compared with this source before."""
-    return _LEDGER.knows(_bytecode(path)[1], data)
 
 
 def same_code(one: types.CodeType, other: types.CodeType) -> bool:
@@ -147,12 +152,7 @@ def _bytecode(path: Path) -> tuple[Path, bytes]:
         return cached, b""
 
 
-def _code(path: Path, data: bytes) -> tuple[types.CodeType, str]:
-    cached, bytecode = _bytecode(path)
-    if _LEDGER.knows(bytecode, data):
-        held = marshal.loads(memoryview(bytecode)[pyc.HEADER :])
-        assert isinstance(held, types.CodeType)
-        return held, ""
+def _compiled(path: Path, data: bytes, cached: Path, bytecode: bytes) -> tuple[types.CodeType, str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # upstream's invalid escapes
         code = pyc.compiled(data, path)

@@ -34,7 +34,6 @@ from cppmega.tree import installed
 PACKAGES = tuple(installed.PACKAGES.values())
 """The packages whose modules run in training."""
 
-
 Kind = Literal["patched", "ours", "other"]
 """A patched file; a module of this package that patched text reaches; any other of Megatron."""
 
@@ -89,6 +88,7 @@ class Watched:
     patched: set[str] = field(default_factory=set)
     """Real paths of patched files."""
     basenames: set[str] = field(default_factory=set)
+    """Their last parts, by which most other files are told apart at once."""
     own: set[str] = field(default_factory=set)
     """Names of the modules of this package that patched text reaches."""
     records: list[Record] = field(default_factory=list)
@@ -141,22 +141,16 @@ def record(module: types.ModuleType, *, now: bool) -> None:
         earlier.bound = False
     kind: Kind = "ours" if module.__name__ in WATCHED.own else "other"
     kind = "patched" if is_patched(file) else kind
-    source = Path(file)
-    known = (
-        now
-        and kind == "other"
-        and type(getattr(module, "__loader__", None)) is SourceFileLoader
-        and expected.is_what_python_loads(source, data)
-    )
-    code = Expected(installed.sha256(data)) if known else expected.of_source(source, data)
-    new = Record(kind, file, module, code)
+    loader = getattr(module, "__loader__", None)
+    loaded = now and kind == "other" and type(loader) is SourceFileLoader
+    new = Record(kind, file, module, expected.of_source(Path(file), data, loaded=loaded))
     if kind == "other":
         new.functions = [*_functions(module)]
         new.aliases = {n: Pin(v) for n, v in vars(module).items() if isinstance(v, _NAMED)}
         new.wrong = [
             Change((*path, "(code)"), MISSING, code)
             for path, _, code in new.functions
-            if not (known or new.code.has(code) or _is_generated(code))
+            if new.code.codes and not (new.code.has(code) or _is_generated(code))
         ]
     else:
         _pin(new)
@@ -200,6 +194,7 @@ def _is_watched(spec: ModuleSpec) -> bool:
 
 
 def is_patched(file: object) -> bool:
+    """Whether a module's `__file__` is a patched file, whatever the module is called."""
     if not isinstance(file, str) or file.rpartition("/")[2] not in WATCHED.basenames:
         return False
     return os.path.realpath(file) in WATCHED.patched
