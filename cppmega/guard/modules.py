@@ -15,7 +15,7 @@ from typing import Any
 from cppmega.errors import CppmegaError
 from cppmega.guard import allowed, compiled_forms, expected, imports
 from cppmega.guard.imports import function
-from cppmega.guard.objects import MISSING, Change, Pin, layers
+from cppmega.guard.objects import MISSING, Change, Pin, layers, parts
 
 
 def check() -> None:
@@ -170,23 +170,23 @@ def _is_accepted(change: Change) -> bool:
 def _is_copy(now: Any, then: Any) -> bool:
     """Whether a function or class is a copy by value, as those that cloudpickle sends elsewhere."""
     if type(now) is types.FunctionType and type(then) is types.FunctionType:
-        return expected.same_code(now.__code__, then.__code__) and _same_parts(now, then)
+        return _same_parts(parts(now), parts(then))
     if isinstance(now, type) and isinstance(then, type) and now.__name__ == then.__name__:
-        mine, theirs = _methods(now), _methods(then)
-        return mine.keys() == theirs.keys() and all(
-            _is_copy(mine[name], theirs[name]) for name in mine
-        )
+        return _same_parts(_methods(now), _methods(then))
     return False
 
 
-def _same_parts(now: types.FunctionType, then: types.FunctionType) -> bool:
-    cells = [[cell.cell_contents for cell in one.__closure__ or ()] for one in (now, then)]
-    pairs = zip(*cells, strict=True)
-    return (
-        (now.__defaults__, now.__kwdefaults__) == (then.__defaults__, then.__kwdefaults__)
-        and len(cells[0]) == len(cells[1])
-        and all(a is b or _is_copy(a, b) for a, b in pairs)
-    )
+def _same_parts(now: dict[str, Any], then: dict[str, Any]) -> bool:
+    same_labels = now.keys() == then.keys()
+    return same_labels and all(_same_part(name, now[name], then[name]) for name in now)
+
+
+def _same_part(label: str, now: Any, then: Any) -> bool:
+    if label == "(code)":
+        return expected.same_code(now, then)
+    if label.startswith(("(defaults)", "default of ")):
+        return bool(now == then)
+    return now is then or _is_copy(now, then)
 
 
 def _methods(cls: type) -> dict[str, Any]:
