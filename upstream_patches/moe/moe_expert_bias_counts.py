@@ -1,35 +1,56 @@
-"""Count the tokens of each expert exactly for the update of the MoE expert bias.
+"""Count the tokens of each expert exactly for the MoE expert bias and the global auxiliary loss.
 
-What: `TopKRouter` counts the tokens of each expert in int64, which a conversion of the model to
-    bf16 or fp16 leaves alone.
-Why: The counts are a buffer in fp32, and `Float16Module` converts it with the rest of the model.
+What: `TopKRouter` counts the tokens of each expert, and the micro-batches of the global auxiliary
+    loss, in int64, which a conversion of the model to bf16 or fp16 leaves alone.
+Why: The counts are buffers in fp32, and `Float16Module` converts them with the rest of the model.
     bf16 has 8 significant bits: of 26,260 tokens in 40 micro-batches it counted 25,984, and 25,728
     of 26,000 (0.19.2, on CPU). Experts whose loads differ by 1 % get no update or one of the wrong
     sign, and the sum over ranks depends on its order. fp16 overflows above 65,504 tokens. The bias
-    itself is kept in fp32.
+    itself is kept in fp32. The loss averages its counts over the micro-batches, whose number stays
+    at 256 in bf16: if each expert gets 6,525 tokens per micro-batch, the loss of this balanced load
+    is 0.96 after 64 of them and 1.26 after 300 (computed on CPU), instead of 1.
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/7081 (main, September 2026; not released)
-Remove: when the counts are no longer a floating-point buffer.
-Numerics: changes results of bf16 and fp16 runs with an expert bias: its updates follow exact counts
-    and have the exact rate. Checkpoints do not contain the counts, and load in both directions.
+    counts for the bias exactly, not for the loss.
+Remove: when none of these counts is a floating-point buffer.
+Numerics: changes results of bf16 and fp16 runs with an expert bias, whose updates follow exact
+    counts and have the exact rate, or with a global auxiliary loss. Checkpoints do not contain the
+    counts, and load in both directions.
 """
 
+from typing import Any
+
 from cppmega.catalogue.megatron_args import has_experts
-from cppmega.edits import replacing
+from cppmega.edits import in_order, replacing
 from cppmega.page import Edit, Patch, Source
 
 TARGET = "megatron/core/transformer/moe/router.py:TopKRouter.__init__"
 UPDATE = "megatron/core/transformer/moe/moe_utils.py:get_updated_expert_bias"
-COUNTS = """
+COUNTS = ("local_tokens_per_expert", "global_tokens_per_expert")
+COUNTED = """
 self.register_buffer(
-    'local_tokens_per_expert',
+    '{}',
     torch.zeros(
         self.config.num_moe_experts,
-        dtype=torch.float32,
+        dtype=torch.{},
         device=torch.cuda.current_device(),
     ),
     persistent=False,
 )
 """
+STEPS = "torch.tensor(0, dtype=torch.{}, device=torch.cuda.current_device())"
+
+
+def counts(args: Any) -> bool:
+    """Whether the routers of a run count tokens in a buffer that stock would round."""
+    return (
+        has_experts(args)
+        and bool(getattr(args, "bf16", False) or getattr(args, "fp16", False))
+        and (
+            bool(getattr(args, "moe_router_enable_expert_bias", False))
+            or "global_aux_loss" in getattr(args, "moe_router_load_balancing_type", "")
+        )
+    )
+
 
 PATCH = Patch(
     purpose="fix",
@@ -45,23 +66,26 @@ PATCH = Patch(
                 "main-d98e8a64": "b701f693d7cdc616",
                 "dev-d48bd6be": "8c480b0a1681ab13",
             },
-            edit=replacing(COUNTS, COUNTS.replace("float32", "int64")),
+            edit=in_order(
+                *(
+                    replacing(COUNTED.format(name, "float32"), COUNTED.format(name, "int64"))
+                    for name in COUNTS
+                ),
+                replacing(STEPS.format("float32"), STEPS.format("int64")),
+            ),
         ),
     ),
     reached="startup",
     feature=(UPDATE,),
-    when=lambda args: (
-        has_experts(args)
-        and bool(getattr(args, "moe_router_enable_expert_bias", False))
-        and bool(getattr(args, "bf16", False) or getattr(args, "fp16", False))
-    ),
+    when=counts,
     wanted_by=lambda recipe: recipe.moe_router_enable_expert_bias and recipe.precision != "fp32",
 )
 
 
 def fixed_upstream(source: Source) -> bool:
-    registered = source.text(TARGET).partition("local_tokens_per_expert")[2].partition(")")[0]
-    return "dtype=" in registered and "dtype=torch.float" not in registered
+    text = source.text(TARGET)
+    registered = [text.partition(f"'{name}'")[2].partition(")")[0] for name in (*COUNTS, "ga_steps")]
+    return all("dtype=" in r and "dtype=torch.float" not in r for r in registered)
 
 
 def verify() -> None:
@@ -86,7 +110,8 @@ def verify() -> None:
             moe_router_topk=1,
             moe_router_score_function="sigmoid",
             moe_router_enable_expert_bias=True,
-            moe_router_load_balancing_type="none",
+            moe_router_load_balancing_type="global_aux_loss",
+            moe_aux_loss_coeff=1e-2,
             moe_router_bias_update_rate=1e-3,
             add_bias_linear=False,
             **{precision: True},
@@ -102,7 +127,11 @@ def verify() -> None:
             for _ in range(11):
                 router.routing(logits)
         counted = router.local_tokens_per_expert
-        assert counted.tolist() == (11 * loads).tolist(), f"{counted} of {11 * loads}"
+        for found in (counted, router.global_tokens_per_expert):
+            assert found.tolist() == (11 * loads).tolist(), f"{found} of {11 * loads}"
+        router.ga_steps += 4095
+        router.ga_steps += 1
+        assert router.ga_steps == 4107, f"{router.ga_steps} of 4107 micro-batches"
         # This makes the bias fp32 again, too, as `forward` does.
         assert set(router.state_dict()) == {"weight", "expert_bias"}
         _update_router_expert_bias(model, config)

@@ -30,6 +30,13 @@ def test_router(version: str) -> None:
         (False, {}),
         (False, {"bf16": True, "num_experts": None}),
         (False, {"bf16": True, "moe_router_enable_expert_bias": False}),
+        *(
+            (True, {"bf16": True, "moe_router_enable_expert_bias": False} | loss)
+            for loss in (
+                {"moe_router_load_balancing_type": "global_aux_loss"},
+                {"moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"]},
+            )
+        ),
     ],
 )
 def test_runs_that_must_reach_it(reached: bool, arguments: dict[str, Any]) -> None:
