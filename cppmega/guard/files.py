@@ -222,7 +222,9 @@ class _Judge:
             yield in_memory(name)
             return
         for place in places:
-            if not str(place).endswith(f"/{base}"):
+            # What does not exist is the placeholder of an editable install's finder; each module
+            # that the finder knows has a file.
+            if not str(place).endswith(f"/{base}") and Path(place).exists():
                 yield _other_file(name, str(place), str(self._root / base))
 
     def _file(self, module: ModuleType, site: Path, path: str, file: str) -> list[CppmegaError]:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
+import json
 import os
 import re
 import shlex
 import sys
 import sysconfig
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+from urllib.parse import unquote, urlsplit
 
 from cppmega.errors import CppmegaError
 from cppmega.tree import records
@@ -359,7 +361,8 @@ def find_root() -> Path:
         CppmegaError: `no-megatron`, `several-megatrons`.
     """
     spec = importlib.util.find_spec("megatron")
-    folders = [] if spec is None else [Path(p) for p in spec.submodule_search_locations or []]
+    places = [] if spec is None else [*(spec.submodule_search_locations or ())]
+    folders = [*map(Path, places), *_mapped(places)]
     portions = list(dict.fromkeys(f.resolve() for f in folders if f.is_dir()))
     holding = [folder for folder in portions if _parts(folder)]
     if not holding:
@@ -383,14 +386,39 @@ def find_root() -> Path:
     return first.parent
 
 
+def _mapped(places: list[str]) -> Iterator[Path]:
+    """The megatron folders that only a finder knows, as setuptools writes for `pip install -e`.
+
+    It maps `megatron.core` to a folder, and gives `megatron` none: a placeholder is all that the
+    namespace's path then holds.
+    """
+    for part in PARTS:
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None)
+            spec = None if find is None else find(f"megatron.{part}", places)
+            if spec is not None:
+                yield from (Path(p).parent for p in spec.submodule_search_locations or ())
+                break
+
+
 def _elsewhere() -> str:
     """The option that selects the Megatron of the shell's environment; empty if it has none."""
     from cppmega.host import interpreter
 
-    for root in interpreter.activated():
+    sites = [*interpreter.activated()]
+    for root in (*sites, *_editable(sites)):
         if _parts(root / "megatron"):
             return f"the same command with --megatron {shlex.quote(str(root))}"
     return ""
+
+
+def _editable(sites: Iterable[Path]) -> Iterator[Path]:
+    """The folders from which megatron-core was installed with `pip install -e`, by PEP 610."""
+    for site in sites:
+        for file in site.glob("megatron_core-*.dist-info/direct_url.json"):
+            found = json.loads(file.read_bytes())
+            if found.get("dir_info", {}).get("editable"):
+                yield Path(unquote(urlsplit(found["url"]).path))
 
 
 def part_of(path: str) -> str:
@@ -400,5 +428,9 @@ def part_of(path: str) -> str:
 
 
 def _parts(folder: Path) -> list[str]:
-    """Sub-packages of a megatron folder that patches or Megatron's trainer use."""
-    return [name for name in ("core", "training", "legacy", "rl") if (folder / name).is_dir()]
+    """Those of PARTS that a megatron folder has."""
+    return [name for name in PARTS if (folder / name).is_dir()]
+
+
+PARTS = ("core", "training", "legacy", "rl")
+"""Sub-packages of megatron that patches or its trainer use."""

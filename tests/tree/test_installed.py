@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import textwrap
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -22,17 +24,24 @@ from tests.tree.labs import checkout, fails
 # -- which tree -------------------------------------------------------------------------------
 
 
-def _found(lab: Lab, *path: Path, site: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """`status --json` of a process with these folders on its path, without --megatron."""
+def _found(
+    lab: Lab, *path: Path, site: Path | None = None, before: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """`status --json` of a process with these folders on its path, without --megatron.
+
+    Args:
+        before: code that the process runs first.
+    """
     # Whatever this machine has installed is off the path once our own code is imported.
     prelude = """
     import cppmega.cli.main, cppmega.overlay.verbs, cppmega.host.console, cppmega.rewriting.rewrite
-    import dulwich.object_store, dulwich.refs
+    import cppmega.guard.session, dulwich.object_store, dulwich.refs
     sys.path[:] = [path for path in sys.path if "site-packages" not in path]
     """
     prelude = textwrap.dedent(prelude) + (
         f"import site; site.addsitedir({str(site)!r})" if site else ""
     )
+    prelude += "\n" + before
     return subprocess.run(
         lab.command("status", "--json", prelude=prelude),
         env=lab.environment(PYTHONPATH=os.pathsep.join(map(str, [REPOSITORY, *path]))),
@@ -93,72 +102,93 @@ def test_no_megatron_at_all(lab: Lab, tmp_path: Path) -> None:
     assert caught.value.name == "no-megatron"
 
 
-def test_editable_install_by_path_file(lab: Lab, tmp_path: Path) -> None:
-    """`pip install -e`: a .pth file in site-packages names the checkout."""
-    checkout(lab)
-    lab.page()
-    site = tmp_path / "site-packages"
-    site.mkdir()
-    (site / "__editable__.megatron_core-1.0.pth").write_text(f"{lab.root}\n")
-    (site / "megatron_core-1.0.dist-info").mkdir()
-    answer = json.loads(_found(lab, site=site).stdout)
-    assert answer["megatron"]["root"] == str(lab.root)
-    assert answer["patches"][0]["state"] == "pending"
+_DECORATED = b"""
+from megatron.core.b import traced
 
 
-_FINDER = """
-import sys
-from importlib.machinery import PathFinder
-
-NAMESPACES = {{"megatron": [{folder!r}]}}  # as setuptools writes it
-HOOK = "__editable__.megatron_core-1.0.finder.__path_hook__"
+class Kept:
+    @traced
+    def forward(self, x):
+        return x
 
 
-class Finder:
-    @classmethod
-    def find_spec(cls, fullname, path=None, target=None):
-        return None
+def double(x):
+    return x + x
+"""
+_DECORATOR = b"""
+def traced(function):
+    def wrapper(*args):
+        return function(*args)
 
-    @classmethod
-    def find_module(cls, name):
-        return None
+    return wrapper
+"""
+_PROJECT = b"""
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+[project]
+name = "megatron-core"
+version = "1.0"
+[tool.setuptools.packages.find]
+include = ["megatron.core", "megatron.core.*"]
+"""
+_GUARDED = """
+from cppmega.guard import files, modules, session
 
+guard = session.start()
+import megatron.core.a, megatron.core.parts.c
 
-class Namespaces:
-    @classmethod
-    def _path_hook(cls, path):
-        if path == HOOK:
-            return cls
-        raise ImportError
-
-    @classmethod
-    def find_spec(cls, fullname, target=None):
-        if fullname in NAMESPACES:
-            (folder,) = NAMESPACES[fullname]
-            return PathFinder.find_spec(fullname, [folder.removesuffix("/megatron")])
-        return None
-
-
-def install():
-    sys.meta_path.append(Finder)
-    sys.path_hooks.append(Namespaces._path_hook)
-    sys.path.append(HOOK)
+modules.check()
+problems = files.look(guard.session.root, guard.receipt).problems
+assert not problems, problems
 """
 
 
-def test_editable_install_by_finder(lab: Lab, tmp_path: Path) -> None:
-    """setuptools' other way: a path hook that knows the namespace's folders."""
+@pytest.mark.parametrize(
+    ("mode", "on_path"), [("lenient", False), ("lenient", True), ("compat", False)]
+)
+def test_editable_install_by_setuptools(lab: Lab, tmp_path: Path, mode: str, on_path: bool) -> None:
+    """What `pip install -e` writes: a finder with a mapping, or a path file; and a run accepts it.
+
+    The checkout may be on PYTHONPATH, too.
+    """
+    lab.files |= {A: _DECORATED, B: _DECORATOR, "megatron/core/parts/c.py": b"VALUE = 1\n"}
+    lab.files["pyproject.toml"] = _PROJECT
     checkout(lab)
     lab.page()
     site = tmp_path / "site-packages"
-    site.mkdir()
-    folder = str(lab.root / "megatron")
-    (site / "_editable_finder.py").write_text(_FINDER.format(folder=folder))
-    (site / "editable.pth").write_text("import _editable_finder; _editable_finder.install()\n")
-    done = _found(lab, site=site)
+    build = "import sys; from setuptools.build_meta import build_editable as build;"
+    build += "build(sys.argv[1], {'editable_mode': sys.argv[2]})"
+    subprocess.run(
+        [sys.executable, "-c", build, str(tmp_path), mode],
+        cwd=lab.root, capture_output=True, check=True, timeout=PATIENCE,
+    )  # fmt: skip
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        wheel.extractall(site)
+    lab.apply()
+    path = [lab.root] if on_path else []
+    done = _found(lab, *path, site=site, before=_GUARDED)
+    assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
-    assert answer["megatron"] is not None, answer
     assert answer["megatron"]["root"] == str(lab.root)
+    assert answer["patches"][0]["state"] == "applied"
+
+
+def test_editable_install_of_another_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cppmega as a tool: the active environment's Megatron may be a checkout, by PEP 610."""
+    (tmp_path / "clone of mine/megatron/core").mkdir(parents=True)
+    info = tmp_path / "lib/python3.12/site-packages/megatron_core-1.0.dist-info"
+    info.mkdir(parents=True)
+    url = (tmp_path / "clone of mine").as_uri()
+    (info / "direct_url.json").write_text(json.dumps({"url": url, "dir_info": {"editable": True}}))
+    monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(tree, "_mapped", lambda places: [])
+    with pytest.raises(CppmegaError) as caught:
+        tree.find_root()
+    assert caught.value.next.endswith(f"--megatron '{tmp_path}/clone of mine'")
 
 
 def test_virtual_environment_inside_an_unrelated_repository(lab: Lab, tmp_path: Path) -> None:
