@@ -28,7 +28,7 @@ TYPES = {
     torch.bool: "*i1",
 }
 TF32 = re.compile(r"inputPrecision = tf32 : tensor<[\dx]+xf32")
-OPTIONS = ("num_warps", "num_stages", "maxnreg")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 
 Launch = tuple[Any, dict[str, Any]]
 """A kernel, and the arguments and options of its launch."""
@@ -92,7 +92,8 @@ def shared_memory(kernel: Any, given: dict[str, Any], arch: int) -> int:
 
     target = GPUTarget("cuda", arch, 32)
     backend = make_backend(target)
-    options = backend.parse_options({name: given[name] for name in OPTIONS if name in given})
+    stated = {name: given[name] for name in OPTIONS if name in given}
+    options = backend.parse_options({"enable_fp_fusion": True, **stated})  # as `on_its_device`
     context, stages = ir.context(), {}
     ir.load_dialects(context)
     backend.load_dialects(context)

@@ -2,6 +2,9 @@
 
 Triton launches on the current device and its stream. With tensors of another device the kernel
 would fault, or run unordered with the work of that device's stream.
+
+A launch also states whether products and sums are fused, so that the bits of a result depend on no
+default: that of Triton changes in 3.10, and a variable changes it in every release.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ def _launching(kind: Any) -> Any:
             run = self.run
 
             def launch(*arguments: Any, **named: Any) -> Any:
+                named.setdefault("enable_fp_fusion", True)
                 first = arguments[0] if arguments else next(iter(named.values()))
                 try:
                     device = first.get_device()
