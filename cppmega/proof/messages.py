@@ -63,7 +63,8 @@ class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ProofRun(msgspec.Struct, frozen=True):
     """The result of one proof on one side."""
 
-    result: Literal["passed", "failed", "not-run"]
+    result: Literal["passed", "failed", "unable", "not-run"]
+    """`unable`: an installed package lacks what the proof uses, so that nothing is shown."""
     detail: str
     seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     error: str = ""

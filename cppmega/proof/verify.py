@@ -231,7 +231,7 @@ def of_retired(page: Page, missing: Sequence[str], runs: Mapping[str, ProofRun])
     if missing:
         return Proved(page.name, "unverified", f"{by_text}: needs {', '.join(missing)}", {})
     run = runs["stock"]
-    if run.result == "not-run" or run.error in _OTHER_CODE:
+    if run.result in ("unable", "not-run") or run.error in _OTHER_CODE:
         return Proved(page.name, "unverified", f"{by_text}: {run.detail}", runs)
     if run.result == "passed":
         return Proved(page.name, "passed", "upstreamed: the unpatched code passes", runs)
@@ -256,6 +256,9 @@ def _judge(
             detail = "; ".join(filter(None, [f"needs {', '.join(missing)}", detail]))
         return Proved(page.name, proof, detail, {})
     for side in SIDES:
+        if runs[side].result == "unable":
+            detail = f"it cannot run with what is installed here: {runs[side].detail}"
+            return Proved(page.name, "unverified", detail, runs)
         if runs[side].result == "not-run":
             return Proved(page.name, "failed", f"{side}: {runs[side].detail}", runs)
     if runs["patched"].result != "passed":

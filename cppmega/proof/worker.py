@@ -17,6 +17,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
 
 import msgspec
 
@@ -27,6 +28,7 @@ from cppmega.host import process
 from cppmega.page import Edit, Page
 from cppmega.proof import frames, hash_seeds, mutant
 from cppmega.proof.messages import Answer, Order, PageOrder, ProofRun, Ready
+from cppmega.tree import installed
 
 
 def main() -> None:
@@ -128,13 +130,33 @@ def _prove(page: Page) -> ProofRun:
     assert page.verify is not None
     try:
         page.verify()
-    except (ImportError, SystemExit) as error:  # neither shows that the code is wrong
-        return ProofRun("not-run", f"{type(error).__name__}: {error}"[:500])
+    except SystemExit as error:  # it does not show that the code is wrong
+        return ProofRun("not-run", f"SystemExit: {error}"[:500])
     except BaseException as error:
         text = str(error).strip().partition("\n")[0] or _raising_line(error)
         name = type(error).__name__
+        if _is_of_this_machine(error):
+            return ProofRun("unable", f"{name}: {text}"[:500])
         return ProofRun("failed", f"{name}: {text}"[:500], error=name)
     return ProofRun("passed", "")
+
+
+def _is_of_this_machine(error: BaseException) -> bool:
+    """Whether an error shows only what an installed package lacks, which is not judged here.
+
+    What a proved package or cppmega itself lacks is a fault of the code, or of the proof.
+    """
+    match error:
+        case ImportError():
+            return error.name is not None and error.name.partition(".")[0] not in _JUDGED
+        case AttributeError(obj=ModuleType() as module):
+            return module.__name__.partition(".")[0] in ("torch", "triton")
+        case NotImplementedError():  # of torch's dispatcher, for tensors without values
+            return "Meta kernel registered" in str(error) or "'Meta' backend" in str(error)
+    return False
+
+
+_JUDGED = (*installed.PACKAGES.values(), "cppmega")
 
 
 def _raising_line(error: BaseException) -> str:

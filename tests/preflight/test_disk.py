@@ -357,7 +357,7 @@ def test_a_gate_that_says_something_else_than_at_apply(lab: Lab) -> None:
     refuses("patches", "gate-differs", launch(root=lab.root))
 
 
-def proved(lab: Lab, **fields: str) -> Receipt:
+def proved(lab: Lab, **fields: object) -> Receipt:
     """Put a proof of the page into the receipt."""
     held = lab.receipt()
     page = held.pages["page"]
@@ -378,6 +378,8 @@ def test_proofs(lab: Lab) -> None:
     training = {"root": lab.root, "training_machine": True}
     assert "0 of 1" in holds("proofs", launch(needing, root=lab.root)), "not where it trains"
     refuses("proofs", "proof-missing", launch(needing, **training))
+    proved(lab, proof="unverified", environment={"OMP_NUM_THREADS": "1"})
+    assert "0 of 1" in holds("proofs", launch(needing, **training)), "it was tried, and cannot run"
     proved(lab)
     assert "1 of 1" in holds("proofs", launch(needing, **training))
     proved(lab, proof="failed", detail="it returned 3")

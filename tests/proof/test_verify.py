@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from cppmega.errors import CppmegaError
 from cppmega.overlay import receipt
 from cppmega.overlay import verbs as overlay
 from cppmega.overlay.verbs import Session
-from cppmega.proof import verify
+from cppmega.proof import verify, worker
 from tests.proof.proving import IN_NEW_INTERPRETERS, THING
 from tests.support import made
 
@@ -74,10 +78,31 @@ def test_a_wrong_edit_fails_on_patched_code(prove) -> None:
     assert proved.proof == "failed" and "patched" in proved.detail
 
 
-def test_a_missing_package_is_no_evidence(prove) -> None:
+def test_a_proof_that_cannot_run_is_unverified(prove) -> None:
     """An ImportError on stock must not count as `fails on stock`."""
     proved = prove(verify="import no_such_package")
-    assert proved.proof == "failed" and "no_such_package" in proved.detail
+    assert proved.proof == "unverified" and "no_such_package" in proved.detail
+
+
+def _broken_code() -> None:
+    raise NotImplementedError("of the code")
+
+
+@pytest.mark.parametrize(
+    ("proof", "result"),
+    [
+        (lambda: torch.no_such_function(), "unable"),
+        (lambda: torch.ops.aten.no_such_operator(), "unable"),
+        (lambda: torch.ones(1, device="meta").unique(), "unable"),
+        (lambda: importlib.import_module("megatron.no_such_module"), "failed"),
+        (lambda: worker.no_such_function(), "failed"),
+        (lambda: torch.ones(1).main_grad, "failed"),
+        (_broken_code, "failed"),
+        (sys.exit, "not-run"),
+    ],
+)
+def test_only_what_packages_lack_is_no_failure(proof, result: str) -> None:
+    assert worker._prove(SimpleNamespace(verify=proof)).result == result
 
 
 def test_an_assertion_without_a_text_shows_its_line(prove) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cppmega.errors import CppmegaError
 from cppmega.preflight.context import Context
-from cppmega.preflight.findings import NotApplicable, refuse
+from cppmega.preflight.findings import NotApplicable, Remark, refuse
 from cppmega.proof import verify
 
 AFTER: tuple[str, ...] = (
@@ -21,7 +21,8 @@ def check(context: Context) -> str:
         NotApplicable: no patch can be proved on this machine.
     """
     runs = verify.live(context.session, context.plan)
-    if not runs:
+    unable = [name for name, run in runs.items() if run.result == "unable"]
+    if len(runs) == len(unable):
         raise NotApplicable("no active patch has a proof that this machine can run")
     refuse(
         CppmegaError(
@@ -31,6 +32,10 @@ def check(context: Context) -> str:
             f"cppmega verify {name}",
         )
         for name, run in runs.items()
-        if run.result != "passed"
+        if run.result not in ("passed", "unable")
     )
-    return f"{len(runs)} proofs pass"
+    here = f"{len(runs) - len(unable)} proofs pass"
+    if unable:
+        told = "; ".join(f"{name}: {runs[name].detail}" for name in unable)
+        return Remark(f"{here}, and {len(unable)} cannot run with what is installed here ({told})")
+    return here

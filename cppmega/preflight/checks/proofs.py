@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from cppmega.errors import CppmegaError
+from cppmega.overlay.receipt import ProvedPage
 from cppmega.overlay.verdict import DONE, Verdict
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import Remark, refuse
@@ -25,10 +26,11 @@ def check(context: Context) -> str:
     done = [v for v in context.plan.verdicts.values() if v.state in DONE]
     repeated = _repeated([verdict.name for verdict in done if verdict.proof == "failed"], context)
     refuse(_lacking_proofs(context, done, repeated))
-    passed = sum(v.proof == "passed" for v in done) + len(repeated)
+    passes = [name for name, now in repeated.items() if now.proof == "passed"]
+    passed = sum(v.proof == "passed" for v in done) + len(passes)
     summary = f"{passed} of {len(done)} applied patches are proved"
-    if repeated:
-        names = " ".join(repeated)
+    if passes:
+        names = " ".join(passes)
         return Remark(
             f"{summary}; the last cppmega verify of {names} failed, and now it passes: "
             f"cppmega verify {names} stores that"
@@ -44,6 +46,14 @@ def _repeated(failed: list[str], context: Context) -> dict[str, verify.Proved]:
         return {}
     proved = verify.verify(context.session, failed, store=False)
     return {one.name: one for one in proved}
+
+
+def _was_tried(proved: ProvedPage | None) -> bool:
+    """Whether a proof without a result was started: what is installed lacks what it uses.
+
+    Its patch was not found wrong, and repeating the proof would not help.
+    """
+    return proved is not None and bool(proved.environment)
 
 
 def _lacking_proofs(
@@ -63,7 +73,7 @@ def _lacking_proofs(
         detail = proved.detail if proved is not None else ""
         again = f"cppmega verify {verdict.name}"
         now = repeated.get(verdict.name)
-        if now is not None and now.proof != "passed":
+        if now is not None and now.proof not in ("passed", "unverified"):
             yield CppmegaError(
                 "proof-failed",
                 f"The proof of {verdict.name} failed: {detail}. Repeated now it is {now.proof}: "
@@ -71,7 +81,7 @@ def _lacking_proofs(
                 "The patch is in the file and does not do what it promises.",
                 again,
             )
-        elif verdict.proof == "unverified" and verdict.name in must:
+        elif verdict.proof == "unverified" and verdict.name in must and not _was_tried(proved):
             yield CppmegaError(
                 "proof-missing",
                 f"The recipe needs {verdict.name}, and it was never proved in this installation"
