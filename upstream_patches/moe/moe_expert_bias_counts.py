@@ -84,7 +84,9 @@ PATCH = Patch(
 
 def fixed_upstream(source: Source) -> bool:
     text = source.text(TARGET)
-    registered = [text.partition(f"'{name}'")[2].partition(")")[0] for name in (*COUNTS, "ga_steps")]
+    registered = [
+        text.partition(f"'{name}'")[2].partition(")")[0] for name in (*COUNTS, "ga_steps")
+    ]
     return all("dtype=" in r and "dtype=torch.float" not in r for r in registered)
 
 
