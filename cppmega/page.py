@@ -93,7 +93,8 @@ class Patch:
     """Definitions that the page's code relies on, whether there is something to fix or not; the
     page has not been ported to a tree that lacks one, and is `unported` there."""
     when: Callable[[Any], bool] | None = None
-    """Called with the run's arguments (Megatron's namespace): whether it must reach the patch."""
+    """Called with the run's arguments, as attributes by the names of Megatron's parser, whatever a
+    loop has: whether it must reach the patch. What was not given and is asked for ends the run."""
     rules: tuple[Rule, ...] = ()
     """What runs may be with this page in the code, besides the rules of `cppmega.rules`."""
     needs: tuple[str, ...] = ("cpu",)

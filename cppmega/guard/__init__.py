@@ -1,10 +1,10 @@
 """What is checked in every process of a run: the code that runs is the code that was applied.
 
 `python -m cppmega.run SCRIPT` starts the guard. Megatron's `train_step` is watched without the
-script's help; a loop of one's own marks its steps:
+script's help; a loop of one's own marks its steps, and gives the configurations that it has:
 
     from cppmega import guard
-    for batch in guard.steps(loader, args):
+    for batch in guard.steps(loader, config, ddp_config, optimizer_config):
         ...
 """
 

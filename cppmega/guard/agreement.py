@@ -11,6 +11,7 @@ from cppmega.calls import Count
 from cppmega.errors import CppmegaError
 from cppmega.guard import children, files, interpreter, modules, ranks, swaps
 from cppmega.guard.held import Guard
+from cppmega.guard.reached import NOTHING, Seen
 
 _STACK = ("torch", "triton", "transformer_engine", "tilelang", "mamba_ssm", "liger_kernel")
 
@@ -30,7 +31,7 @@ class Answer:
     """Why this process would train, or has trained, other code."""
     replaced: CppmegaError | None
     """Which file was replaced on disk after this process had imported it."""
-    reached: frozenset[str]
+    seen: Seen
     calls: dict[str, Count]
 
 
@@ -48,7 +49,7 @@ def problem_of_this_process() -> CppmegaError | None:
 
 def answer(
     guard: Guard,
-    reached: frozenset[str] = frozenset(),
+    seen: Seen = NOTHING,
     calls: Mapping[str, Count] = MappingProxyType({}),
 ) -> Answer:
     """Look at this process."""
@@ -63,7 +64,7 @@ def answer(
         judged.digest,
         problem or _counted(now),
         _counted(late),
-        reached,
+        seen,
         dict(calls),
     )
 

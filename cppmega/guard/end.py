@@ -141,7 +141,7 @@ def _refuse_silent_ranks(entries: Sequence[Entry]) -> None:
             "no-step-seen",
             f"{ranks.where()}: {named} joined a process group and ended, and no step was seen.",
             "Neither the imports nor the ranks nor the reached patches were checked there.",
-            "write `for batch in cppmega.guard.steps(loader, args):` in the function that is "
+            "write `for batch in cppmega.guard.steps(loader, config):` in the function that is "
             "spawned, or pass --no-steps for a script that does not train",
         )
 
@@ -162,10 +162,9 @@ def _reason(held: Guard, entries: Sequence[Entry], help_shown: bool) -> str:
 
 
 def _reason_of_arguments(args: Any) -> str:
-    named = args if isinstance(args, dict) else getattr(args, "__dict__", {})
-    if named.get("skip_train"):
+    if getattr(args, "skip_train", None):
         return "only evaluation was requested (--skip-train)"
-    done, asked = named.get("iteration"), named.get("train_iters")
+    done, asked = (getattr(args, name, None) for name in ("iteration", "train_iters"))
     if isinstance(done, int) and isinstance(asked, int) and done >= asked:
         return f"the checkpoint has {done} steps, and {asked} are requested"
     return ""

@@ -25,7 +25,7 @@ class Guard:
     idle: dict[str, str] = field(default_factory=dict)
     """Pages that this run need not reach, each with the reason."""
     arguments: Any = None
-    """The run's arguments, as a custom loop has passed them."""
+    """The run's arguments, as a custom loop has given them."""
     wanted: frozenset[str] = frozenset()
     """Pages that the run's recipe wants."""
     promised: dict[str, bool] = field(default_factory=dict)

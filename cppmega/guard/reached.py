@@ -2,47 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import sys
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple
 
 from cppmega import calls
 from cppmega.catalogue import gates
 from cppmega.errors import CppmegaError
-from cppmega.guard import allowed, files, rules
+from cppmega.guard import allowed, files, reached_marks, rules
 from cppmega.guard.held import Guard
+from cppmega.rules import given
 from cppmega.tree import accepted
 
 FIRST_STEP = ("startup", "forward", "backward")
 
-_CALLS = {
-    "log": "cppmega.guard.after_first_log(args)",
-    "save": "cppmega.guard.after_first_save(args)",
-}
-_LOOP = "for batch in cppmega.guard.steps(loader, args):"
+_CALLS = {"log": "after_first_log", "save": "after_first_save"}
 
 
-def required(guard: Guard, args: Any, phases: Iterable[str], reached: set[str]) -> set[str]:
+class Seen(NamedTuple):
+    """The pages of a process, or of all ranks together."""
+
+    reached: frozenset[str]
+    """Its code has passed through them."""
+    imported: frozenset[str]
+    """It has imported some of the code that shows so."""
+
+
+NOTHING = Seen(frozenset(), frozenset())
+
+
+def here(guard: Guard) -> Seen:
+    """The pages that this process has reached, and those that it could have."""
+    imported = (
+        name
+        for name in guard.receipt.pages
+        if any(sys.modules.get(_module(path)) is not None for path in _marked(guard, name))
+    )
+    return Seen(frozenset(reached_marks.reached()), frozenset(imported))
+
+
+def together(ranks: Iterable[Seen]) -> Seen:
+    """The pages of all ranks."""
+    reached, imported = zip(*ranks, strict=True)
+    return Seen(frozenset().union(*reached), frozenset().union(*imported))
+
+
+def required(guard: Guard, args: Any, phases: Iterable[str], seen: Seen) -> set[str]:
     """The pages that this run must have reached by these phases; the others become idle.
 
     Raises:
         CppmegaError: `arguments-not-given`.
     """
-    wanted, undecided = set(), set()
+    wanted, undecided = set(), dict[str, set[str]]()
+    args = given.Given() if args is None else args
     for name in guard.receipt.pages:
         patch = guard.session.pages[name].patch
         if patch.reached == "never":
             guard.idle[name] = "no run has to reach it"
-        elif patch.reached not in phases:
+            continue
+        if patch.reached not in phases:
             guard.idle.setdefault(name, f"reached at {patch.reached}")
-        elif patch.when is not None and args is None:
-            undecided.add(name)
-        elif patch.when is not None and not gates.wanted(name, patch.when, args):
-            guard.idle[name] = "this run's arguments do not use it"
-        else:
+            continue
+        uses = name in seen.reached or _uses(guard, name, args)
+        if isinstance(args, given.Given) and name not in seen.imported:
+            paths = _marked(guard, name)
+            if uses is not True or patch.when is None or all(map(_of_megatrons_loop, paths)):
+                uses = False
+        if isinstance(uses, set):
+            undecided[name] = uses
+        elif uses:
             wanted.add(name)
             guard.idle.pop(name, None)
-    _refuse_undecided(undecided - reached, tuple(phases))
+        else:
+            guard.idle[name] = "this run's arguments do not use it"
+    _refuse_undecided(undecided, tuple(phases))
     return wanted
+
+
+def _uses(guard: Guard, name: str, args: Any) -> bool | set[str]:
+    """Whether a run uses a page, or the arguments that it would have to give to tell."""
+    when = guard.session.pages[name].patch.when
+    if when is None:
+        return True
+    if not isinstance(args, given.Given):
+        return gates.wanted(name, when, args)
+    return args.answer(lambda asked: gates.wanted(name, when, asked))
+
+
+def _marked(guard: Guard, name: str) -> list[str]:
+    """The files whose code shows that a page is reached."""
+    patch = guard.session.pages[name].patch
+    return [edit.path for edit in guard.edits.get(name, ()) if patch.marks(edit)]
+
+
+def _module(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _of_megatrons_loop(path: str) -> bool:
+    return path.startswith("megatron/training/")
 
 
 def refuse_missing(guard: Guard, missing: set[str], place: str, when: str) -> None:
@@ -70,19 +128,15 @@ def is_promised(guard: Guard, page: str) -> bool:
 
     A page without a condition is used by every run, and so is one where the arguments are unknown.
     """
-    args = guard.arguments
-    if args is None:
-        args = rules.megatrons_arguments()
-    known = guard.session.pages.get(page)
-    when = known.patch.when if known is not None else None
-    if page in guard.wanted or when is None or args is None:
+    args = rules.arguments_of(guard)
+    if page in guard.wanted or page not in guard.session.pages or args is None:
         return True
     if page not in guard.promised:  # a page is asked once: that takes longer than a call
-        guard.promised[page] = gates.wanted(page, when, args)
+        guard.promised[page] = bool(_uses(guard, page, args))
     return guard.promised[page]
 
 
-def summary(guard: Guard, reached: set[str], counted: str = "") -> str:
+def summary(guard: Guard, reached: Collection[str], counted: str = "") -> str:
     """One line for the log: the overlay that this run trains with.
 
     Args:
@@ -90,7 +144,7 @@ def summary(guard: Guard, reached: set[str], counted: str = "") -> str:
         reached: the pages that some rank has reached.
         counted: the calls of kernels, of all ranks.
     """
-    hit = sorted(reached & set(guard.receipt.pages))
+    hit = sorted({*reached} & set(guard.receipt.pages))
     idle = [f"{name} ({why})" for name, why in sorted(guard.idle.items()) if name not in reached]
     wrapped = [f"{name} by {key}" for name, key in sorted(allowed.met().items())]
     code = accepted.name_of_code(guard.receipt.digest, accepted.in_this_process(), calls.allowed())
@@ -101,14 +155,18 @@ def summary(guard: Guard, reached: set[str], counted: str = "") -> str:
     return f"{text}; imported: {files.summary()}"
 
 
-def _refuse_undecided(names: set[str], phases: tuple[str, ...]) -> None:
-    if not names:
+def _refuse_undecided(undecided: dict[str, set[str]], phases: tuple[str, ...]) -> None:
+    if not undecided:
         return
-    call = next((_CALLS[phase] for phase in phases if phase in _CALLS), _LOOP)
+    call = next((_CALLS[phase] for phase in phases if phase in _CALLS), "steps")
+    names, how = given.ways(set().union(*undecided.values()))
+    pages = ", ".join(sorted(undecided)[:2])
+    pages += f" and {len(undecided) - 2} more" if len(undecided) > 2 else ""
     raise CppmegaError(
         "arguments-not-given",
-        f"Whether this run must reach {', '.join(sorted(names))} depends on its arguments, which "
-        "the loop has not passed; no rank has reached it.",
-        "The patch may have no effect in a run that needs it.",
-        f"`{call}`, where args has the names of Megatron's arguments",
+        f"cppmega.guard.{call} was not given {names}. Whether this run must reach {pages} depends "
+        "on it, and no rank has reached them.",
+        "The patches may have no effect in a run that needs them.",
+        f"cppmega.guard.{call}({'loader, ' if call == 'steps' else ''}...) takes configurations, "
+        f"Megatron's parsed arguments, or dicts with their names; give it {how}, too",
     )

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 from cppmega.catalogue import page_rules
@@ -20,15 +18,13 @@ def broken(guard: Guard) -> CppmegaError | None:
     args = arguments_of(guard)
     if args is None:
         return None
-    if isinstance(args, Mapping):
-        args = SimpleNamespace(**args)
     pages = (guard.session.pages[name] for name in guard.receipt.pages)
     found = page_rules.broken(pages, Run(args, os.environ))
     return found[0] if found else None
 
 
 def arguments_of(guard: Guard) -> Any:
-    """The arguments that a custom loop has passed, else those that Megatron has parsed."""
+    """The arguments that a custom loop has given, else those that Megatron has parsed."""
     return guard.arguments or megatrons_arguments()
 
 

@@ -11,6 +11,7 @@ import functools
 import importlib
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -41,6 +42,7 @@ from cppmega.overlay.compute import overlay_digest
 from cppmega.overlay.plan import Plan
 from cppmega.overlay.receipt import Receipt
 from cppmega.overlay.verbs import Session
+from cppmega.rules import given
 
 T = TypeVar("T")
 
@@ -91,6 +93,8 @@ def start(root: Path | None = None, *, inherited: bool = False, trains: bool = T
         swaps.arm(session.pages[name], plan.edits[name])
     calls.judged_by(_must_be_served if trains else None)
     _watch_megatron()
+    if trains:
+        _watch_optimizers()
     ranks.watch()
     _pass_to_children(_GUARD)
     if not inherited:
@@ -158,12 +162,14 @@ def _must_be_served(error: calls.CallDeclinedError) -> bool:
     return True
 
 
-def steps(batches: Iterable[T], args: Any = None, *, unguarded: bool = False) -> Iterator[T]:
+def steps(batches: Iterable[T], *args: Any, unguarded: bool = False) -> Iterator[T]:
     """Iterate over the batches of a custom loop, with the checks before and after its first step.
 
     Args:
         batches: the batches of the loop.
-        args: the run's arguments, for pages that are reached only with some of them.
+        args: what the run trains, for pages that are reached only with some of it: the model's
+            configuration and those of DDP and of the optimizer, or Megatron's parsed arguments,
+            and dicts with the names of either.
         unguarded: train without the guard if the script was not started by `cppmega.run`; the
             script's option `--unguarded` means the same.
 
@@ -177,15 +183,15 @@ def steps(batches: Iterable[T], args: Any = None, *, unguarded: bool = False) ->
                 "The loop marks its steps, and the script was not started by cppmega.run.",
                 "Nothing would compare the code that trains with what was applied.",
                 f"python -m cppmega.run {sys.argv[0]} ..., or, to train without the guard, "
-                "steps(loader, args, unguarded=True)",
+                "steps(loader, config, unguarded=True)",
             )
         yield from batches
         return
-    _GUARD.arguments = args
+    _GUARD.arguments = given.of(*args) if args else None
     before_first_step()
     for batch in batches:
         yield batch
-        after_first_step(args)
+        after_first_step()
 
 
 @_remembering_refusal
@@ -229,8 +235,11 @@ def recheck_memory(when: str) -> None:
 
 
 @_remembering_refusal
-def after_first_step(args: Any = None) -> None:
+def after_first_step(*args: Any) -> None:
     """Stop the run if a page that had to be reached was not reached on any rank.
+
+    Args:
+        args: as `steps` takes them; by default what it was given.
 
     Raises:
         CppmegaError: `page-not-reached`, `arguments-not-given`, and what `agreement.refuse` raises;
@@ -238,25 +247,24 @@ def after_first_step(args: Any = None) -> None:
     """
     if _GUARD is None or _GUARD.stepped:
         return
-    mine = agreement.answer(_GUARD, frozenset(reached_marks.reached()), calls.counts())
-    everyone = gather(mine)
+    everyone = gather(agreement.answer(_GUARD, reached.here(_GUARD), calls.counts()))
     agreement.refuse(everyone, "after the first step")
-    hit = set().union(*(one.reached for one in everyone))
-    required = reached.required(_GUARD, args, reached.FIRST_STEP, hit)
-    reached.refuse_missing(_GUARD, required - hit, where(), "the first step")
+    seen = reached.together(one.seen for one in everyone)
+    required = reached.required(_GUARD, _arguments(args), reached.FIRST_STEP, seen)
+    reached.refuse_missing(_GUARD, required - seen.reached, where(), "the first step")
     _GUARD.stepped = True
     ledger.write("stepped")
     counted = calls.summary(one.calls for one in everyone)
-    _say(reached.summary(_GUARD, hit, counted))
+    _say(reached.summary(_GUARD, seen.reached, counted))
 
 
-def after_first_log(args: Any = None) -> None:
+def after_first_log(*args: Any) -> None:
     """Like `after_first_step`, for pages that are reached when Megatron logs a step."""
     _after_first("log", "the first log", args)
 
 
 @_remembering_refusal
-def after_first_save(args: Any = None) -> None:
+def after_first_save(*args: Any) -> None:
     """Like `after_first_step`, for pages that are reached when a checkpoint is saved.
 
     A custom loop calls it on every rank after each checkpoint, and the code is compared each time.
@@ -266,13 +274,18 @@ def after_first_save(args: Any = None) -> None:
 
 
 @_remembering_refusal
-def _after_first(phase: str, when: str, args: Any) -> None:
+def _after_first(phase: str, when: str, args: tuple[Any, ...]) -> None:
     if _GUARD is None or phase in _GUARD.ended:
         return
-    hit = set().union(*gather(reached_marks.reached()))
-    required = reached.required(_GUARD, args, (phase,), hit)
-    reached.refuse_missing(_GUARD, required - hit, where(), when)
+    seen = reached.together(gather(reached.here(_GUARD)))
+    required = reached.required(_GUARD, _arguments(args), (phase,), seen)
+    reached.refuse_missing(_GUARD, required - seen.reached, where(), when)
     _GUARD.ended.add(phase)
+
+
+def _arguments(args: tuple[Any, ...]) -> Any:
+    assert _GUARD is not None
+    return given.of(*args) if args else rules.arguments_of(_GUARD)
 
 
 @_remembering_refusal
@@ -307,7 +320,7 @@ def _after_save(args: Any) -> None:
         CppmegaError: `page-not-reached`, or what `_before_save` has found.
     """
     if _GUARD is None or _GUARD.replaced is None:
-        _after_first("save", "the first checkpoint", args)
+        _after_first("save", "the first checkpoint", (args,))
         return
     training = sys.modules[_TRAINING]
     if hasattr(training, "maybe_finalize_async_save"):
@@ -343,16 +356,10 @@ def finish(excuse: str = "") -> None:
     if _GUARD.refused is not None:
         raise _GUARD.refused
     if not (_GUARD.stepped or excuse):
-        seen = "no step of it was seen"
-        if _GUARD.began:
-            seen = "its first step was not seen to end: it exited in it, or left the loop there"
-        raise CppmegaError(
-            "no-step-seen",
-            f"{where()}: the script ended, and {seen}.",
-            "Neither the imports nor the ranks nor the reached patches were checked.",
-            "write `for batch in cppmega.guard.steps(loader, args):`, call "
-            "cppmega.guard.after_first_step(args) where the loop is left in its first step, or "
-            "pass --no-steps for a script that does not train",
+        raise _no_step_seen(
+            "the script ended in its first step, or left the loop there, and no end"
+            if _GUARD.began
+            else "the script ended, and no step"
         )
     recheck("at the end of the run")
 
@@ -374,6 +381,47 @@ def _watch_megatron() -> None:
             imports.replace(module, name, _around(getattr(module, name), before, after))
 
     import_hook.add(import_hook.Hook(import_hook.named(_TRAINING), after=wrap))
+
+
+def _watch_optimizers() -> None:
+    """Find out in the first minute that a loop trains and marks no step."""
+    stepped = weakref.WeakSet[Any]()
+
+    def before_step(optimizer: Any, *_: Any) -> None:
+        assert _GUARD is not None
+        if _GUARD.began or _GUARD.stepped or _GUARD.excuse:
+            return
+        if optimizer not in stepped:  # a loop may call `after_first_step` after its first one
+            stepped.add(optimizer)
+        elif reached_marks.reached() or any(map(_is_megatrons, optimizer.param_groups)):
+            error = _no_step_seen(f"{type(optimizer).__name__} steps a second time, and no step")
+            refuse(error)
+            raise error
+
+    def watch(module: ModuleType) -> None:
+        module.register_optimizer_step_pre_hook(before_step)
+
+    name = "torch.optim.optimizer"
+    if name in sys.modules:
+        watch(sys.modules[name])
+    else:
+        import_hook.add(import_hook.Hook(import_hook.named(name), after=watch))
+
+
+def _is_megatrons(group: dict[str, Any]) -> bool:
+    """Whether Megatron's layers have made some of these parameters."""
+    return any(hasattr(parameter, "tensor_model_parallel") for parameter in group["params"])
+
+
+def _no_step_seen(what: str) -> CppmegaError:
+    return CppmegaError(
+        "no-step-seen",
+        f"{where()}: {what} of it was seen.",
+        "Neither the imports nor the ranks nor the reached patches were checked.",
+        "write `for batch in cppmega.guard.steps(loader, config):`, call "
+        "cppmega.guard.after_first_step(config) where the loop is left in its first step, or "
+        "pass --no-steps for a script that does not train",
+    )
 
 
 def _around(

@@ -26,7 +26,9 @@ RULES: tuple[Rule, ...] = (
         concerns="checks of NaN",
         name="nan-checks-off",
         when=lambda run: (
-            "check_for_nan_in_loss_and_grad" in run and not run.check_for_nan_in_loss_and_grad
+            "check_for_nan_in_loss_and_grad" in run
+            and not run.check_for_nan_in_loss_and_grad
+            and not run.is_own_loop  # which looks at its losses itself
         ),
         what="The NaN checks of loss and gradient are off.",
         why="A run full of NaN gradients looks like a fast one.",

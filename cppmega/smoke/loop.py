@@ -12,7 +12,6 @@ import time
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from cppmega import calls, guard
@@ -122,7 +121,7 @@ def run(recipe: Recipe, loop: Loop) -> Outcome:
     # Every rank reads the same documents and takes its own batches of them.
     batches = smoke_packs.packs(loop.data / "train", plan, recipe.seed)
     mine = islice(batches, outcome.first * world + rank, None, world)
-    args = SimpleNamespace(**arguments(plan))
+    args = (model.config, ddp.ddp_config, {"use_layer_wise_distributed_optimizer": False})
     marks, spikes = rank_progress.of_this_rank(), Spikes()
     started, saved, step = time.monotonic(), outcome.first, outcome.first
     profiler = StepProfiler(
@@ -135,7 +134,7 @@ def run(recipe: Recipe, loop: Loop) -> Outcome:
         world_size=world,
     )
     numbers = range(outcome.first + 1, loop.steps + 1)
-    for step in guard.steps(numbers, args, unguarded=loop.unguarded):
+    for step in guard.steps(numbers, *args, unguarded=loop.unguarded):
         step_start = time.monotonic()
         marks.begin_step()
         for group in optimizer.param_groups:
@@ -156,15 +155,15 @@ def run(recipe: Recipe, loop: Loop) -> Outcome:
         if loop.save and (ended or (loop.save_interval and step % loop.save_interval == 0)):
             smoke_checkpoint.save(loop.save, model, optimizer, step, _record())
             saved = step
-            guard.after_first_save(args)
+            guard.after_first_save()
         if ended or (loop.exit_interval and step % loop.exit_interval == 0):
             if rank == 0 and ended:
                 print(f"cppmega: ending at step {step} after receiving SIGTERM", flush=True)
             break
-    guard.after_first_step(args)  # a run that was ended in its first step has left the loop early
+    guard.after_first_step()  # a run that was ended in its first step has left the loop early
     if loop.save and saved != step:
         smoke_checkpoint.save(loop.save, model, optimizer, step, _record())
-        guard.after_first_save(args)
+        guard.after_first_save()
     return outcome
 
 
@@ -188,19 +187,6 @@ def recipe_of_rank(recipe: Recipe, world: int) -> Recipe:
             f"--nproc with a divisor of {recipe.global_batch_size}",
         )
     return recipe.with_(micro_batch_size=share, global_batch_size=share)
-
-
-def arguments(plan: Recipe) -> dict[str, Any]:
-    """The arguments that pages inspect, under Megatron's names."""
-    return {
-        "mtp_num_layers": plan.mtp_num_layers,
-        "context_parallel_size": 1,
-        "tensor_model_parallel_size": 1,
-        "bf16": False,
-        "fp16": False,
-        "position_embedding_type": "learned_absolute",
-        "cross_entropy_loss_fusion": False,
-    }
 
 
 def _record() -> overlay_record.OverlayRecord:

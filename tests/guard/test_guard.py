@@ -66,7 +66,7 @@ def test_a_page_that_no_rank_reaches_stops_the_run(bench: Bench) -> None:
 
 
 def test_a_page_that_this_run_need_not_reach_is_idle(bench: Bench) -> None:
-    made.page(bench.pages, patch='reached="forward", when=lambda args: args["mtp"]')
+    made.page(bench.pages, patch='reached="forward", when=lambda args: args.mtp')
     root = bench.tree()
     ((code, _, err),) = bench.run(root, script=bench.script("half(step)", '{"mtp": False}'))
     assert code == 0 and "idle: double_doubles (this run's arguments do not use it)" in err
@@ -353,7 +353,7 @@ DECLINES = """
 
 
 def test_a_declined_call_that_the_arguments_promised_ends_the_run(bench: Bench) -> None:
-    made.page(bench.pages, patch='reached="forward", when=lambda args: args["mtp"]')
+    made.page(bench.pages, patch='reached="forward", when=lambda args: args.mtp')
     root = bench.tree()
 
     def ended(mtp: bool, *words: str) -> tuple[int, str]:
