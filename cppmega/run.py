@@ -14,7 +14,7 @@ import pkgutil
 import runpy
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -106,6 +106,7 @@ def _execute(command: RunCommand) -> int:
     from cppmega.guard import allowed
     from cppmega.guard import end as run_end
     from cppmega.host import allocator, console
+    from cppmega.runs import placeholders
     from cppmega.tree import accepted
 
     script = command.script
@@ -115,6 +116,9 @@ def _execute(command: RunCommand) -> int:
     elif not (command.is_module or sys.flags.safe_path):
         # As `python SCRIPT` does: the script's folder first, not the working directory.
         sys.path[0] = str(Path(script).resolve().parent)
+    if (node := run_end.end_record.node_of_this_rank()) is not None:
+        filled = placeholders.filled(command.arguments, node.run.path, node.run.outline.load)
+        command = replace(command, arguments=filled)
     sys.argv = [command.script, *command.arguments]
     allocator.set_in(os.environ)  # before anything imports torch
     run_end.watch(command.arguments, no_steps=command.no_steps)

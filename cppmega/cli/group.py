@@ -84,6 +84,26 @@ def after_dashes() -> tuple[str, ...]:
 _MEGATRONS = f"{__name__}.megatrons"
 
 
+def arguments_options(command: F) -> F:
+    """Give a command the options of a script that adds arguments to Megatron's parser."""
+    unknown = click.option(
+        "--unknown-arguments",
+        type=click.Choice(("refuse", "allow")),
+        default="refuse",
+        show_default=True,
+        help="Refuse what Megatron's parser does not know, or list it and leave it to the script.",
+    )
+    added = click.option(
+        "--arguments-from",
+        multiple=True,
+        metavar="MODULE[:FUNCTION]",
+        help="Import what the script imports before Megatron's parser is built. FUNCTION(parser) "
+        "adds arguments, as an extra_args_provider does; FUNCTION() returns such a function. "
+        "Repeatable.",
+    )
+    return unknown(added(command))
+
+
 _NEXT = re.compile(
     r"(python -m cppmega\.apply_patches|cppmega "
     r"(?:apply|list|explain|status|diff|verify|revert|drift|pin|preflight|doctor))\b"

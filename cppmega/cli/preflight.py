@@ -16,6 +16,7 @@ from cppmega.cli.group import (
     NOT_AS_IT_MUST_BE,
     UpToDashes,
     after_dashes,
+    arguments_options,
     carrying,
     cli,
     tree_options,
@@ -47,20 +48,7 @@ _verbose = click.option(
     is_flag=True,
     help="Also compare every kernel with its reference on this GPU (minutes).",
 )
-@click.option(
-    "--unknown-arguments",
-    type=click.Choice(("refuse", "allow")),
-    default="refuse",
-    show_default=True,
-    help="Refuse what Megatron's parser does not know, or list it and leave it to the script.",
-)
-@click.option(
-    "--arguments-from",
-    multiple=True,
-    metavar="MODULE[:FUNCTION]",
-    help="Import what the script imports before Megatron's parser is built. FUNCTION(parser) adds "
-    "arguments, as an extra_args_provider does; FUNCTION() returns such a function. Repeatable.",
-)
+@arguments_options
 @_verbose
 @click.option("--nnodes", "nodes", type=int, default=1, show_default=True, help="Number of hosts.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -81,15 +69,17 @@ def preflight(
 ) -> None:
     """Check everything that can be checked before a launch.
 
-    RECIPE is a shipped name or a path. It is followed by the arguments of the launch: the trainer's
-    own options (--data, --save ...) or Megatron's arguments; after `--` all are Megatron's. Without
-    a recipe they are a complete command line for the installed Megatron's parser: `cppmega
-    preflight -- --num-layers 2 ...`. Where a script adds arguments of its own, --arguments-from or
-    --unknown-arguments allow lets them pass.
+    RECIPE is a shipped name, a path, or the path of a script, whose arguments follow `--`. A recipe
+    is followed by the arguments of the launch: the trainer's own options (--data, --save ...) or
+    Megatron's arguments; after `--` all are Megatron's. Without a recipe they are a complete
+    command line for the installed Megatron's parser: `cppmega preflight -- --num-layers 2 ...`.
+    Where a script adds arguments of its own, --arguments-from or --unknown-arguments allow lets
+    them pass.
     The exit status is 0 only if every check holds.
     """
     from cppmega.cli import findings as cli_findings
     from cppmega.host import console
+    from cppmega.launch import script as launch_script
     from cppmega.preflight.context import Context
     from cppmega.recipe import index as recipes_index
     from cppmega.recipe.run_options import RunOptions
@@ -98,6 +88,11 @@ def preflight(
     if recipe is not None and recipe.startswith("-"):  # a line without a recipe and without --
         arguments = (recipe, *arguments)
         recipe = None
+    own = after_dashes()
+    script = launch_script.find(recipe) if recipe is not None else None
+    if script is not None:
+        recipe = None
+        own = own if script.calls_megatrons_parser or arguments_from else ()
     chosen = recipes_index.load(recipe) if recipe is not None else None
     if chosen is not None:
         if arguments_from or unknown_arguments == "allow":
@@ -118,7 +113,7 @@ def preflight(
         recipe=chosen,
         recipe_file=recipes_index.file_of(recipe) if recipe is not None else None,
         options=options,
-        arguments=(*further, *after_dashes()),
+        arguments=(*further, *own),
         nodes=nodes,
         allows_unknown=unknown_arguments == "allow",
         arguments_from=tuple(arguments_from),

@@ -10,7 +10,14 @@ import click
 from click.core import ParameterSource
 
 from cppmega.cli import completion
-from cppmega.cli.group import FINE, UpToDashes, after_dashes, cli, json_option
+from cppmega.cli.group import (
+    FINE,
+    UpToDashes,
+    after_dashes,
+    arguments_options,
+    cli,
+    json_option,
+)
 from cppmega.training.options import options
 
 _runs = click.option(
@@ -47,6 +54,15 @@ _plot = click.option(
 @click.option("--nnodes", "nodes", type=click.IntRange(1), default=1, help="Number of hosts.")
 @click.option("--rdzv", metavar="HOST:PORT", help="Rendezvous address of several hosts.")
 @click.option(
+    "--max-restarts",
+    "restarts",
+    type=click.IntRange(0),
+    default=0,
+    metavar="TIMES",
+    help="Start the ranks again, from the newest checkpoint, after one has failed.",
+)
+@arguments_options
+@click.option(
     "--dry-run", is_flag=True, help="Check everything and print the command line; start nothing."
 )
 def launch(
@@ -58,21 +74,27 @@ def launch(
     nproc: int | None,
     nodes: int,
     rdzv: str | None,
+    restarts: int,
+    unknown_arguments: str,
+    arguments_from: tuple[str, ...],
     dry_run: bool,
     **trainer_options: Any,
 ) -> None:
-    """Train a recipe in a run folder, after the preflight.
+    """Train a recipe, or a script of your own, in a run folder, after the preflight.
 
-    RECIPE is a shipped name or a path. The run folder keeps the manifest of the launch, each rank's
-    output, the metrics, the checkpoints and the exit status. Without --tmux the run stays in this
-    terminal: Ctrl-C saves a checkpoint and ends it. The words after `--` are Megatron's own
-    arguments, and are added to the recipe's.
+    RECIPE is a shipped name, a path, or the path of a training script. The run folder keeps the
+    manifest of the launch, each rank's output, the metrics, the checkpoints and the exit status.
+    Without --tmux the run stays in this terminal: Ctrl-C saves a checkpoint and ends it. The words
+    after `--` are Megatron's own arguments, and are added to the recipe's; those of a script are
+    its own, in which {run} stands for the run folder and {load} for the checkpoint from which it
+    begins.
 
     \b
     cppmega launch smoke_cpu --tmux demo
     cppmega launch nam56r_h200_slice --data PREFIX --tmux big
     cppmega launch --resume big --set train_iters=2000
     cppmega launch RECIPE --nnodes 2 --rdzv HOST:29500 --name big --runs SHARED   (on every host)
+    cppmega launch train.py --nproc 8 --tmux mine -- --save {run}/checkpoints --load {load}
     """
     from cppmega.launch import start
     from cppmega.launch.request import LaunchRequest
@@ -92,6 +114,9 @@ def launch(
         nodes=nodes,
         rdzv=rdzv,
         nproc=nproc,
+        restarts=restarts,
+        arguments_from=arguments_from,
+        allows_unknown=unknown_arguments == "allow",
         resume=resume,
     )
     sys.exit(start.launch(request, dry_run=dry_run))

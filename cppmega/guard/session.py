@@ -23,6 +23,7 @@ from cppmega.errors import CppmegaError
 from cppmega.guard import (
     agreement,
     children,
+    end_record,
     files,
     import_hook,
     imports,
@@ -43,6 +44,7 @@ from cppmega.overlay.plan import Plan
 from cppmega.overlay.receipt import Receipt
 from cppmega.overlay.verbs import Session
 from cppmega.rules import given
+from cppmega.runs import metrics
 
 T = TypeVar("T")
 
@@ -333,6 +335,20 @@ def _say(text: str) -> None:
     if ranks.rank() == 0:
         with contextlib.suppress(OSError):  # a full disk behind stderr must not end the run
             print(text, file=sys.stderr, flush=True)
+
+
+def log_step(step: int, **values: Any) -> None:
+    """Log a step of a custom loop for `cppmega runs`, `compare` and their plots.
+
+    Only the first rank of a launch logs; a loop that nothing has launched logs nothing.
+
+    Args:
+        step: its number, from 1.
+        values: fields of `metrics.LoggedStep`, such as `loss`, `grad_norm` and `seconds`.
+    """
+    node = end_record.node_of_this_rank() if ranks.rank() == 0 else None
+    if node is not None:
+        metrics.append(node.run.metrics, metrics.LoggedStep(step=step, **values))
 
 
 def no_step_because(reason: str) -> None:

@@ -14,7 +14,6 @@ from cppmega.host import gpus, redact
 from cppmega.launch import record as launch_record
 from cppmega.launch.request import ValidatedLaunch
 from cppmega.overlay import record as overlay_record
-from cppmega.recipe import index as recipes_index
 from cppmega.runs import folder as run_folder
 from cppmega.runs import json_file
 from cppmega.runs.folder import Node, Run, RunExistsError
@@ -55,8 +54,7 @@ def create(validated: ValidatedLaunch) -> Node:
 
 def _fill(validated: ValidatedLaunch, run: Run, manifest: Mapping[str, Any]) -> Node:
     (run.path / "recipe").mkdir()
-    source = recipes_index.file_of(validated.request.recipe)
-    shutil.copyfile(source, run.path / "recipe" / f"{validated.recipe.name}.py")
+    shutil.copyfile(validated.source, run.path / "recipe" / f"{validated.name}.py")
     (run.path / "receipt.json").write_bytes(validated.context.receipt.dump())
     node = run_folder.claim_node(run, validated.request.nodes)
     assert node is not None, "the folder is new"
@@ -117,9 +115,9 @@ def _manifest(validated: ValidatedLaunch) -> Manifest:
 
 
 def _recipe(validated: ValidatedLaunch) -> RecipeRecord:
-    source = launch_record.source_file(recipes_index.file_of(validated.request.recipe))
+    source = launch_record.source_file(validated.source)
     return RecipeRecord(
-        name=validated.recipe.name,
+        name=validated.name,
         path=source.path,
         sha256=source.sha256,
         git=source.git,

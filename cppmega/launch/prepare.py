@@ -6,12 +6,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from cppmega import calls
 from cppmega.errors import CppmegaError
-from cppmega.host import allocator, console
+from cppmega.host import allocator, console, gpus
 from cppmega.launch import resume as launch_resume
+from cppmega.launch import script as launch_script
 from cppmega.launch.request import LaunchRequest, ValidatedLaunch
+from cppmega.launch.script import Script
 from cppmega.preflight.context import Context
 from cppmega.preflight.examine import examine
 from cppmega.recipe import Recipe
@@ -20,7 +23,7 @@ from cppmega.recipe.render import render
 from cppmega.recipe.run_options import RunOptions
 from cppmega.rules import starts
 from cppmega.runs import folder as run_folder
-from cppmega.runs import tmux
+from cppmega.runs import placeholders, tmux
 from cppmega.runs.manifest import DataRecord
 from cppmega.training.requirements import Start
 
@@ -45,48 +48,91 @@ def prepare(request: LaunchRequest) -> ValidatedLaunch:
         earlier = launch_resume.earlier(old)
         request = launch_resume.continued(request, earlier)
         environ = {**earlier.environment, **environ}
-    recipe = recipes_index.with_text(recipes_index.load(request.recipe), request.options.changes)
+    script = launch_script.find(request.recipe)
+    recipe = None
+    if script is None:
+        kept = recipes_index.load(request.recipe)
+        recipe = recipes_index.with_text(kept, request.options.changes)
+        launch_script.refuse_options_of_scripts(request)
+    else:
+        launch_script.refuse_options(script, request.options)
+    named: Any = script or recipe
     if earlier is not None:
-        launch_resume.check(recipe, earlier)
+        launch_resume.check(named.name, recipe, earlier)
     if request.tmux is not None:
         _check_session(request.tmux, request.recipe)
     start = Start(
-        recipe, nodes=request.nodes, nproc=request.nproc, rdzv=request.rdzv, name=request.name
+        named, nodes=request.nodes, nproc=request.nproc, rdzv=request.rdzv, name=request.name
     )
-    start.check(*starts.DIVISION, *starts.HOSTS)
-    nproc = recipe.gpus // request.nodes or request.nproc or _LOOP_RANKS
-    folder = _folder(request, recipe, runs)
+    start.check(*(starts.DIVISION if recipe is not None else ()), *starts.HOSTS)
+    nproc = _ranks(request, recipe)
+    folder = _folder(request, named.name, runs)
     if earlier is not None:
+        if script is not None:
+            launch_script.refuse_without_load(script, request.arguments)
         launch_resume.report(request, recipe, earlier, environ)
         load = request.options.load or earlier.run.checkpoints
         request = replace(request, options=replace(request.options, load=load))
     options = _options(request.options, recipe, folder)
-    Start(recipe.plus(*request.arguments), options).check(*starts.STEPS, *starts.PROFILE)
-    _check_loop(recipe, options, nproc * request.nodes)
+    if recipe is not None:
+        Start(recipe.plus(*request.arguments), options).check(*starts.STEPS, *starts.PROFILE)
+        _check_loop(recipe, options, nproc * request.nodes)
     context = Context(
         root=options.root,
         recipe=recipe,
-        recipe_file=recipes_index.file_of(request.recipe),
+        recipe_file=recipes_index.file_of(request.recipe) if recipe is not None else None,
         options=options,
-        arguments=request.arguments,
+        arguments=_for_megatron(request, script, folder),
         environ=environment_of(recipe, environ),
         nodes=request.nodes,
+        world=nproc * request.nodes,
         folder=folder,
+        arguments_from=request.arguments_from,
+        allows_unknown=request.allows_unknown,
     )
     calls.check_allowed(context.session.pages, context.fallbacks)  # the preflight takes a minute
     checks = _examined(context, request.recipe)
-    argv, data = _rendered(context, recipe)
+    argv, data = request.arguments, DataRecord()
+    if recipe is not None:
+        argv, data = _rendered(context, recipe)
     return ValidatedLaunch(
         request=request,
-        recipe=recipe.plus(*request.arguments),
+        recipe=recipe.plus(*request.arguments) if recipe is not None else None,
+        name=named.name,
+        source=script.file if script is not None else recipes_index.file_of(request.recipe),
         context=context,
         folder=folder,
         nproc=nproc,
-        torchrun=_torchrun(request, options, folder, recipe.name, nproc),
+        torchrun=(
+            *_torchrun(request, folder, nproc),
+            *(script.words(options) if script is not None else _trainer(options, folder, named)),
+            *(("--",) if script is None and request.arguments else ()),
+            *request.arguments,
+        ),
         argv=argv,
         data=data,
         checks=checks,
     )
+
+
+def _ranks(request: LaunchRequest, recipe: Recipe | None) -> int:
+    """The number of ranks on each host."""
+    if recipe is not None:
+        return recipe.gpus // request.nodes or request.nproc or _LOOP_RANKS
+    return request.nproc or len(gpus.reported()) or 1
+
+
+def _for_megatron(request: LaunchRequest, script: Script | None, folder: Path) -> tuple[str, ...]:
+    """The arguments that Megatron's parser will get: a script may parse its own."""
+    if script is None:
+        return request.arguments
+    if not (script.calls_megatrons_parser or request.arguments_from):
+        console.say(
+            f"  {script.name} imports nothing of megatron.training: its arguments are its own, and "
+            "are not checked (--arguments-from MODULE if it calls Megatron's parser elsewhere)"
+        )
+        return ()
+    return placeholders.filled(request.arguments, folder, request.options.load)
 
 
 def _check_session(name: str, recipe: str) -> None:
@@ -95,7 +141,7 @@ def _check_session(name: str, recipe: str) -> None:
     tmux.refuse_existing(name)
 
 
-def _folder(request: LaunchRequest, recipe: Recipe, runs: Path) -> Path:
+def _folder(request: LaunchRequest, name: str, runs: Path) -> Path:
     """Where the run folder will be.
 
     Raises:
@@ -103,7 +149,7 @@ def _folder(request: LaunchRequest, recipe: Recipe, runs: Path) -> Path:
         CppmegaError: `bad-name`.
     """
     if request.name is None:
-        return runs / run_folder.fresh_name(runs, recipe.name)
+        return runs / run_folder.fresh_name(runs, name)
     run_folder.check_name(request.name)
     folder = runs / request.name
     if folder.exists() and request.nodes == 1:
@@ -111,10 +157,10 @@ def _folder(request: LaunchRequest, recipe: Recipe, runs: Path) -> Path:
     return folder
 
 
-def _options(options: RunOptions, recipe: Recipe, folder: Path) -> RunOptions:
+def _options(options: RunOptions, recipe: Recipe | None, folder: Path) -> RunOptions:
     """The trainer's options with this run's own folders."""
     data = options.data
-    if recipe.kind == "loop" and not data:
+    if recipe is not None and recipe.kind == "loop" and not data:
         data = (str(folder / "data"),)
     return replace(
         options,
@@ -139,13 +185,13 @@ def _check_loop(recipe: Recipe, options: RunOptions, world: int) -> None:
     smoke_loop.refuse_options(recipe, options)
 
 
-def environment_of(recipe: Recipe, environ: Mapping[str, str]) -> dict[str, str]:
+def environment_of(recipe: Recipe | None, environ: Mapping[str, str]) -> dict[str, str]:
     """The environment of the ranks."""
     environment = dict(environ)
     environment.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, which it warns of
-    for name, value in recipe.environment:
+    for name, value in recipe.environment if recipe is not None else ():
         environment.setdefault(name, value)
-    if recipe.gpus == 0:
+    if recipe is not None and recipe.gpus == 0:
         environment["CUDA_VISIBLE_DEVICES"] = ""  # a loop on CPU, also if there is a GPU
     else:
         allocator.set_in(environment)
@@ -196,10 +242,8 @@ def _rendered(context: Context, recipe: Recipe) -> tuple[tuple[str, ...], DataRe
     )
 
 
-def _torchrun(
-    request: LaunchRequest, options: RunOptions, folder: Path, recipe: str, nproc: int
-) -> tuple[str, ...]:
-    """torchrun's command line, without the log folder of each host."""
+def _torchrun(request: LaunchRequest, folder: Path, nproc: int) -> tuple[str, ...]:
+    """torchrun's command line up to `cppmega.run`, without the log folder of each host."""
     if request.nodes > 1:
         where = [
             *("--nnodes", str(request.nodes), "--rdzv-backend", "c10d"),
@@ -208,15 +252,21 @@ def _torchrun(
     else:
         # If the host's own name has no address, ranks would wait for each other forever.
         where = ["--standalone", "--local-addr", "127.0.0.1"]
+    if request.restarts:
+        where += ["--max-restarts", str(request.restarts)]
     # Every rank has log files; the first and the last, which print Megatron's lines, are also
     # shown.
     shown = ",".join(f"{rank}:3" for rank in sorted({0, nproc - 1}))
-    chosen = ["--megatron", str(options.root)] if options.root is not None else []
-    kept = folder / "recipe" / f"{recipe}.py"
     return (
         *where,
         *("--nproc-per-node", str(nproc), "--redirects", "3", "--tee", shown),
-        *("-m", "cppmega.run", *chosen, "-m", "cppmega.trainer", str(kept)),
-        *options.words(without=("root",)),
-        *(("--", *request.arguments) if request.arguments else ()),
+        *("-m", "cppmega.run"),
     )
+
+
+def _trainer(options: RunOptions, folder: Path, recipe: Recipe) -> tuple[str, ...]:
+    """What `cppmega.run` is given for a recipe, before Megatron's own arguments."""
+    chosen = ["--megatron", str(options.root)] if options.root is not None else []
+    kept = folder / "recipe" / f"{recipe.name}.py"
+    words = options.words(without=("root",))
+    return (*chosen, "-m", "cppmega.trainer", str(kept), *words)

@@ -17,19 +17,24 @@ class LaunchRequest:
     """The request of the command line."""
 
     recipe: str
-    """A shipped name or a path; empty: the recipe that the resumed run kept."""
+    """A shipped name, a path, or a script's path; empty: that of the resumed run."""
     options: RunOptions
     """The trainer's options."""
     given: frozenset[str] = frozenset()
     """Options that were named, which matters for those with their default value."""
     arguments: tuple[str, ...] = ()
-    """Megatron's own arguments, after `--`."""
+    """Megatron's own arguments, or the script's, after `--`."""
     runs: Path | None = None
     name: str | None = None
     tmux: str | None = None
     nodes: int = 1
     rdzv: str | None = None
     nproc: int | None = None
+    restarts: int = 0
+    """How often torchrun starts the ranks again after one has failed."""
+    arguments_from: tuple[str, ...] = ()
+    allows_unknown: bool = False
+    """See `Context`; both of a script."""
     resume: str | None = None
 
 
@@ -38,8 +43,11 @@ class ValidatedLaunch:
     """A launch that every check has passed. Nothing has been written yet."""
 
     request: LaunchRequest
-    recipe: Recipe
-    """The recipe with the changes of `--set` and the arguments after `--`."""
+    recipe: Recipe | None
+    """The recipe with the changes of `--set` and the arguments after `--`; None: a script."""
+    name: str
+    source: Path
+    """Name and file of the recipe or the script."""
     context: Context
     """The context of the preflight, whose answers are reused."""
     folder: Path
@@ -48,7 +56,7 @@ class ValidatedLaunch:
     torchrun: tuple[str, ...]
     """torchrun's command line, without the log folder, which is different on each host."""
     argv: tuple[str, ...]
-    """Megatron's arguments; empty for a loop, for which Megatron parses nothing."""
+    """Megatron's arguments, or the script's; empty for a loop, which parses nothing."""
     data: DataRecord
     checks: Mapping[str, str] = field(default_factory=dict)
     """Name of each check -> its state."""

@@ -15,6 +15,7 @@ from typing import Any
 from cppmega.errors import CppmegaError
 from cppmega.host import command_words, console, env, redact
 from cppmega.host.command_words import Option
+from cppmega.launch import record as launch_record
 from cppmega.launch.request import LaunchRequest
 from cppmega.recipe import Recipe
 from cppmega.recipe import index as recipes_index
@@ -37,6 +38,7 @@ _MERGED = {"changes", "accept"}
 """Options of `name=value` words, each of which is replaced by name."""
 _OF_DATA = {"data", "mock_data", "tokenizer", "eod", "held_out", "data_cache"}
 
+_TRAINER = "cppmega.trainer"
 _FAMILIES = (env.PREFIX, "NVTE_", "MEGATRON_")
 _LISTED = {
     *("CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_MAX_CONNECTIONS", "NVIDIA_TF32_OVERRIDE"),
@@ -60,8 +62,15 @@ class Earlier:
     """The recipe that it kept, with its changes; None: this release cannot load it."""
 
     @property
+    def is_script(self) -> bool:
+        """Whether it is a run of a script."""
+        return _TRAINER not in self.run.outline.torchrun
+
+    @property
     def recipe_file(self) -> Path:
-        """Its copy of the recipe."""
+        """Its copy of the recipe, or the script, which may import what is beside it."""
+        if self.is_script:
+            return Path(self.run.outline.recipe.path)
         return self.run.path / "recipe" / f"{self.run.outline.recipe.name}.py"
 
 
@@ -73,13 +82,14 @@ def earlier(run: Run) -> Earlier:
     """
     manifest, name = run.manifest, run.outline.recipe.name
     line = manifest.torchrun
-    at = line.index("cppmega.trainer") if "cppmega.trainer" in line else len(line)
-    _, arguments = trainer_options.read(line[at + 2 :])  # -m cppmega.trainer RECIPE, then they
+    arguments, recipe = manifest.arguments, None
+    if _TRAINER in line:  # -m cppmega.trainer RECIPE, then they
+        _, arguments = trainer_options.read(line[line.index(_TRAINER) + 2 :])
     try:
         kept = recipes_index.load(str(run.path / "recipe" / f"{name}.py"))
-        recipe: Recipe | None = recipes_index.with_text(kept, manifest.recipe.changes)
-    except CppmegaError:  # an older release's: a checkpoint's own check compares what it can
-        recipe = None
+        recipe = recipes_index.with_text(kept, manifest.recipe.changes)
+    except CppmegaError:  # a script, or an older release's, whose checkpoint is compared later
+        pass
     by_recipe = recipe.environment if recipe is not None else ()
     environment = {
         name: value
@@ -133,8 +143,9 @@ def continued(request: LaunchRequest, old: Earlier) -> LaunchRequest:
             )
     nproc = request.nproc
     manifest = old.run.manifest
-    if nproc is None and old.recipe is not None and old.recipe.gpus == 0:
-        nproc = manifest.nproc * manifest.nodes // request.nodes or None  # a loop states no GPUs
+    states_no_gpus = old.is_script or (old.recipe is not None and old.recipe.gpus == 0)
+    if nproc is None and states_no_gpus:
+        nproc = manifest.nproc * manifest.nodes // request.nodes or None
     return replace(
         request,
         recipe=request.recipe or str(old.recipe_file),
@@ -144,16 +155,17 @@ def continued(request: LaunchRequest, old: Earlier) -> LaunchRequest:
     )
 
 
-def check(recipe: Recipe, old: Earlier) -> None:
-    """Check that a run can be resumed, and with this recipe.
+def check(name: str, recipe: Recipe | None, old: Earlier) -> None:
+    """Check that a run can be resumed, and with this recipe or script.
 
     Raises:
         CppmegaError: `checkpoint-of-another-recipe`, `checkpoint-of-another-model`,
             `run-still-running`, `nothing-to-do`.
     """
     run = old.run
-    _refuse_other_recipe(recipe, run)
-    _refuse_other_model(recipe, old)
+    _refuse_other_recipe(name, run)
+    if recipe is not None:
+        _refuse_other_model(recipe, old)
     if run.state() in run_folder.LIVE:
         raise CppmegaError(
             "run-still-running",
@@ -166,7 +178,7 @@ def check(recipe: Recipe, old: Earlier) -> None:
 
 
 def report(
-    request: LaunchRequest, recipe: Recipe, old: Earlier, environ: Mapping[str, str]
+    request: LaunchRequest, recipe: Recipe | None, old: Earlier, environ: Mapping[str, str]
 ) -> None:
     """Say what was taken over, and what this launch has instead."""
     before = _stated(old.options, old.arguments, old.environment)
@@ -175,13 +187,17 @@ def report(
         request.arguments,
         {name: value for name, value in environ.items() if name in old.environment},
     )
-    if old.recipe is not None:
+    if old.recipe is not None and recipe is not None:
         for field in fields(recipe):
             values = getattr(old.recipe, field.name), getattr(recipe, field.name)
             if values[0] != values[1]:
                 key = f"--set {field.name}"
                 before[key], now[key] = (str(value) for value in values)
     name = old.run.name
+    if old.is_script:
+        kept = old.run.outline.recipe.sha256
+        if launch_record.source_file(Path(request.recipe)).sha256 != kept:
+            console.say(f"  {request.recipe} has changed since {name}, which keeps a copy of it")
     console.say(f"resuming from step {old.run.checkpoint()} of {name}")
     if same := [_spelled(key, value) for key, value in before.items() if now.get(key) == value]:
         console.say(f"  taken over from {name}: {' '.join(same)}")
@@ -234,12 +250,11 @@ def _nothing_to_resume(old: Run) -> CppmegaError:
     )
 
 
-def _refuse_other_recipe(recipe: Recipe, old: Run) -> None:
-    name = old.outline.recipe.name
-    if name != recipe.name:
+def _refuse_other_recipe(name: str, old: Run) -> None:
+    if name != old.outline.recipe.name:
         raise CppmegaError(
             "checkpoint-of-another-recipe",
-            f"{old.name} is a run of recipe {name}, not of {recipe.name}.",
+            f"{old.name} is a run of {old.outline.recipe.name}, not of {name}.",
             "Its checkpoint is another model's, or the record of it would be another recipe's.",
             f"cppmega launch --resume {old.word}",
         )

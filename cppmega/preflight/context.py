@@ -66,6 +66,8 @@ class Context:
     """Whether this machine trains: it has a GPU."""
     nodes: int = 1
     """Hosts over which the recipe's GPUs are spread."""
+    world: int | None = None
+    """Number of ranks of a launch without a recipe; None: see `LaunchLine.world`."""
     folder: Path | None = None
     """Where the run will write, if it is known: a launcher's run folder."""
     allows_unknown: bool = False
@@ -149,7 +151,7 @@ class Context:
             CppmegaError: it cannot be rendered for the installed version.
         """
         if self.recipe is None:
-            return LaunchLine.from_words(self.arguments, self.options, self.environ)
+            return LaunchLine.from_words(self.arguments, self.options, self.environ, self.world)
         version = self.session.read_tree().version
         return LaunchLine.from_recipe(self.recipe, self.options, self.arguments, version)
 

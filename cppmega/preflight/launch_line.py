@@ -42,7 +42,11 @@ class LaunchLine:
 
     @classmethod
     def from_words(
-        cls, words: tuple[str, ...], options: RunOptions, environ: Mapping[str, str]
+        cls,
+        words: tuple[str, ...],
+        options: RunOptions,
+        environ: Mapping[str, str],
+        world: int | None = None,
     ) -> LaunchLine:
         """The line that a user wrote for Megatron's parser.
 
@@ -51,7 +55,8 @@ class LaunchLine:
         """
         if not words:
             raise NotApplicable("neither a recipe nor a launch line is named")
-        world = int(environ["WORLD_SIZE"]) if environ.get("WORLD_SIZE", "").isdigit() else None
+        if world is None and environ.get("WORLD_SIZE", "").isdigit():
+            world = int(environ["WORLD_SIZE"])
         given = {option.name: " ".join(option.values) for option in command_words.read(words)}
         save, load = (
             Path(given[name]) if given.get(name) else None for name in ("--save", "--load")

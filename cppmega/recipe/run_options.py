@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -70,8 +71,12 @@ class RunOptions:
         return replace(self, data=data, held_out=held_out, **paths)
 
     def resuming(self) -> RunOptions:
-        """The options of a start that resumes from its own checkpoint if there is one."""
-        if self.save is not None and self.load is None and checkpoint_tracker.exists(self.save):
+        """The options of a start that resumes from its own checkpoint if there is one.
+
+        Ranks that torchrun has started again do so even where another checkpoint is named.
+        """
+        began = self.load is None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        if self.save is not None and began and checkpoint_tracker.exists(self.save):
             return replace(self, load=self.save)
         return self
 

@@ -123,8 +123,8 @@ class Given:
                 if not (asked.missing or asked.unknown):
                     raise
                 answers.add(None)
-                lacking |= asked.unknown
-            lacking |= asked.missing
+            if not else_anything:  # what is asked next, given these, may not be asked at all
+                lacking = asked.missing or asked.unknown
         return False if answers == {False} else lacking
 
     def __getattr__(self, name: str) -> Any:

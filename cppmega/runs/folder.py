@@ -2,7 +2,7 @@
 
 RUNS/NAME/
     manifest.json         what was launched: overlay, arguments, environment, stack, data
-    recipe/NAME.py        the recipe as it was; the ranks load this copy
+    recipe/NAME.py        the recipe as it was, whose copy the ranks load; or the script
     receipt.json          what was applied to Megatron
     metrics.jsonl         one object per logged step
     checkpoints/          unless --save names another folder

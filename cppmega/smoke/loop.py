@@ -121,7 +121,8 @@ def run(recipe: Recipe, loop: Loop) -> Outcome:
     # Every rank reads the same documents and takes its own batches of them.
     batches = smoke_packs.packs(loop.data / "train", plan, recipe.seed)
     mine = islice(batches, outcome.first * world + rank, None, world)
-    args = (model.config, ddp.ddp_config, {"use_layer_wise_distributed_optimizer": False})
+    others = {"async_save": False, "use_layer_wise_distributed_optimizer": False}
+    args = (model.config, ddp.ddp_config, others)
     marks, spikes = rank_progress.of_this_rank(), Spikes()
     started, saved, step = time.monotonic(), outcome.first, outcome.first
     profiler = StepProfiler(

@@ -78,6 +78,7 @@ def train(steps: int) -> None:
         optimizer.step()
         if torch.distributed.get_rank() == 0:
             print(f"step {step}  loss {loss.item():.3f}", flush=True)
+            guard.log_step(step, loss=loss.item())  # for `cppmega runs` and `compare`
 
 
 if __name__ == "__main__":

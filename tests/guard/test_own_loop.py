@@ -46,7 +46,10 @@ def test_the_example_trains_with_every_page(version: str) -> None:
     ("instead", "said"),
     [
         ("batches(steps)", ("no-step-seen", "AdamW steps a second time")),
-        ("guard.steps(batches(steps))", ("num_experts (of TransformerConfig)", "OptimizerConfig")),
+        (
+            "guard.steps(batches(steps))",
+            ("num_experts, ", "(of TransformerConfig)", "OptimizerConfig"),
+        ),
     ],
 )
 def test_a_loop_that_marks_or_gives_nothing_is_refused_in_its_first_steps(

@@ -1,0 +1,207 @@
+"""A training script of one's own is launched, watched and resumed like a recipe."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cppmega.errors import CppmegaError
+from cppmega.launch import prepare as launch
+from cppmega.launch import script as launch_script
+from cppmega.runs import placeholders
+from cppmega.runs.folder import Run
+from tests.guard.bench import Bench
+from tests.launch.test_resume import crashed
+from tests.runs.made import asked
+from tests.support import PATIENCE, free_port, made, pristine
+
+SCRIPT = """
+import argparse, os, sys
+from pathlib import Path
+import torch
+from cppmega import guard
+from megatron.core.thing import double
+parser = argparse.ArgumentParser()
+for name in ("--save", "--load"):
+    parser.add_argument(name, type=Path)
+parser.add_argument("--steps", type=int)
+parser.add_argument("--fail-at", type=int)
+args = parser.parse_args()
+torch.distributed.init_process_group("gloo")
+rank, tracker = torch.distributed.get_rank(), "latest_checkpointed_iteration.txt"
+found = args.load / tracker
+done = int(found.read_text()) if found.exists() else 0
+print(f"begins after {done}", flush=True)
+for step in guard.steps(range(done + 1, args.steps + 1)):
+    double(step)
+    guard.log_step(step, loss=1 / step)
+    torch.distributed.barrier()
+    if rank == 0:
+        args.save.mkdir(exist_ok=True)
+        (args.save / tracker).write_text(str(step))
+    torch.distributed.barrier()
+    if step == args.fail_at and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        sys.exit(7)
+"""
+OWN = ("--save", "{run}/checkpoints", "--load", "{load}")
+COMMAND = """
+from cppmega.launch import prepare
+prepare._examined = lambda *_: {}  # it takes a minute
+from cppmega.cli.main import main
+main()
+"""
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    bench = Bench(tmp_path)
+    made.page(bench.pages)
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    return bench
+
+
+def start(bench: Bench, root: Path, *words: str, script: bool = True) -> subprocess.Popen[str]:
+    chosen = [str(bench.folder / "mine.py"), "--megatron", str(root)] if script else []
+    before, _, own = " ".join(words).partition(" -- ")
+    return subprocess.Popen(
+        [sys.executable, "-c", COMMAND, "launch", *chosen, *before.split(), "--", *own.split()],
+        cwd=bench.folder,
+        env=bench.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def ended(*started: subprocess.Popen[str]) -> list[tuple[int, str]]:
+    try:
+        said = [one.communicate(timeout=PATIENCE)[0] for one in started]
+        return [(one.returncode, text) for one, text in zip(started, said, strict=True)]
+    finally:
+        for one in started:
+            one.kill()
+
+
+def test_a_script_runs_restarts_and_resumes(bench: Bench) -> None:
+    root = bench.tree()
+    line = "--name first --nproc 1 --max-restarts 1 -- --steps 3 --fail-at 2 " + " ".join(OWN)
+    ((code, said),) = ended(start(bench, root, line))
+    first = Run(bench.folder / "runs" / "first")
+    assert code == 0, said
+    assert "begins after 2" in said, "started again, from its own checkpoint"
+    assert (first.state(), first.checkpoint()) == ("finished", 3)
+    assert [step.step for step in first.steps()] == [1, 2, 3]
+    assert (first.path / "recipe" / "mine.py").read_text() == SCRIPT
+
+    again = "--resume first --name second -- --steps 5"
+    ((code, said),) = ended(start(bench, root, again, script=False))
+    second = Run(bench.folder / "runs" / "second")
+    assert code == 0 and "begins after 3" in said, said
+    assert "-- --steps 5; first had -- --steps 3" in said
+    assert second.checkpoint() == 5 and second.outline.resumes == "first"
+    assert first.checkpoint() == 3, "its folder is left as it was"
+
+
+def test_two_hosts_train_one_run_and_must_have_one_overlay(bench: Bench) -> None:
+    """Each host is a process here; the folder of runs is shared, as it has to be."""
+    root, other = bench.tree("root"), bench.tree("other", apply=False)
+    where = f"--nnodes 2 --nproc 1 --rdzv 127.0.0.1:{free_port()} --name "
+    own = " -- --steps 2 " + " ".join(OWN)
+    answers = ended(*(start(bench, root, where + "both" + own) for _ in range(2)))
+    assert [code for code, _ in answers] == [0, 0], answers
+    run = Run(bench.folder / "runs" / "both")
+    assert (run.state(), run.checkpoint(), len(run.nodes())) == ("finished", 2, 2)
+
+    made.page(
+        bench.pages,
+        "half_halves",
+        target="megatron/core/thing.py:half",
+        source="def half(x):\n    return x / 2\n",
+        edit='replacing("return x / 2", "return x * 0.5")',
+        patch='reached="never"',
+    )
+    bench.cppmega("apply", other)
+    first = start(bench, root, where + "differ" + own)
+    run = Run(bench.folder / "runs" / "differ")
+    while not run.manifest_file.exists() and first.poll() is None:
+        pass
+    ((code, said),) = ended(start(bench, other, where + "differ" + own))
+    first.terminate()
+    ended(first)
+    assert code == 1 and "launch-differs" in said and "overlay" in said, said
+
+
+@pytest.fixture
+def without_preflight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_examined", lambda *_: {})
+
+
+def prepared(tmp_path: Path, script: str = SCRIPT, **how: Any) -> Any:
+    file = tmp_path / "mine.py"
+    file.write_text(script)
+    how = {"root": pristine("0.19.2"), "recipe": str(file), "arguments": OWN, **how}
+    return launch.prepare(asked(tmp_path / "runs", **how))
+
+
+def test_a_script_is_told_from_a_recipe(tmp_path: Path) -> None:
+    for text, is_script in {
+        SCRIPT: True,
+        "from cppmega.recipe.index import load\nRECIPE = load('smoke_cpu')": False,
+        "from cppmega.recipe import Recipe\nRECIP = Recipe()": False,
+        "def broken(": False,
+    }.items():
+        file = tmp_path / "one.py"
+        file.write_text(text)
+        assert (launch_script.find(str(file)) is not None) == is_script
+    assert launch_script.find("smoke_cpu") is None
+
+
+def test_the_line_of_a_script(tmp_path: Path, without_preflight: None) -> None:
+    validated = prepared(tmp_path, nproc=2)
+    script = str(tmp_path / "mine.py")
+    assert validated.torchrun[-8:-4] == (
+        "cppmega.run",
+        "--megatron",
+        str(pristine("0.19.2")),
+        script,
+    )
+    assert validated.torchrun[-4:] == validated.argv == OWN
+    assert validated.context.arguments == (), "it parses them itself"
+    of_megatron = prepared(tmp_path, "from megatron.training import pretrain")
+    folder = of_megatron.folder
+    assert of_megatron.context.arguments == (
+        *("--save", f"{folder}/checkpoints", "--load", f"{folder}/checkpoints"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [
+        ({"mock_data": True}, "not-supported"),
+        ({"recipe": "smoke_cpu", "arguments_from": ("a",)}, "not-supported"),
+        ({"nodes": 2}, "no-rendezvous"),
+        ({"resume": "first", "arguments": ("--load", "here")}, "load-not-stated"),
+    ],
+)
+def test_what_a_script_cannot_be_launched_with(
+    tmp_path: Path, without_preflight: None, how: dict[str, Any], name: str
+) -> None:
+    if "resume" in how:
+        crashed(prepared(tmp_path, name="first", arguments=("--load", "there")))
+    with pytest.raises(CppmegaError) as error:
+        prepared(tmp_path, **how)
+    assert error.value.name == name
+
+
+def test_a_script_begins_at_its_own_checkpoint_once_it_has_one(tmp_path: Path) -> None:
+    words, old = ("{load}", "--save={run}/x"), tmp_path / "old"
+    assert placeholders.filled(words, tmp_path, old) == (str(old), f"--save={tmp_path}/x")
+    own = tmp_path / "checkpoints"
+    assert placeholders.filled(words, tmp_path, None)[0] == str(own)
+    own.mkdir()
+    (own / "latest_checkpointed_iteration.txt").write_text("3")
+    assert placeholders.filled(words, tmp_path, old)[0] == str(own)
