@@ -48,7 +48,7 @@ def test_the_example_trains_with_every_page(version: str) -> None:
         ("batches(steps)", ("no-step-seen", "AdamW steps a second time")),
         (
             "guard.steps(batches(steps))",
-            ("num_experts, ", "(of TransformerConfig)", "OptimizerConfig"),
+            ("mtp_num_layers", "(of TransformerConfig)", "OptimizerConfig"),
         ),
     ],
 )
