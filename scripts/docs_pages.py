@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import posixpath
 import re
 import sys
@@ -46,6 +47,7 @@ ORDER = (
     ("In your environment", "environment.md"),
     ("My run was refused", "refused.md"),
     ("What goes with what", "combinations.md"),
+    ("Kernels without a patch", "kernels.md"),
     ("I upgrade Megatron", "upgrade-megatron.md"),
     ("I upgrade cppmega", "upgrades.md"),
     ("I write a patch", "write-a-patch.md"),
@@ -324,6 +326,63 @@ def _words(command: str) -> str:
     return table(("word", "meaning"), rows)
 
 
+def _kernels(_: str) -> str:
+    """Forward and backward of each kernel beside others, from the result files."""
+
+    def result(name: str) -> Any:
+        return json.loads((RESULTS / f"{name}_h200.json").read_text())
+
+    losses = {
+        row["name"].partition(" (")[0]: row["milliseconds"]
+        for row in result("linear_cross_entropy")["rows"]
+        if (row["tokens"], row["vocabulary"]) == (32768, 131072)
+    }
+    attention = result("dsa_attention")["cases"]["NAM56R, b 8"]
+    attention = {way: measured["both"]["milliseconds"] for way, measured in attention.items()}
+    recurrence = {way: result("m2rnn")[way]["both, ms"] for way in ("ours", "authors")}
+    scans, shape = result("mamba3")["rows"], "8 x 4096 tokens"
+    measured = (
+        ("linear_cross_entropy", "32768 tokens, V 131072", losses, "linear_cross_entropy_h200"),
+        ("sparse_attention", "NAM56R, b 8", attention, "dsa_attention_h200"),
+        ("hyper_connection", *next(iter(result("mhc")["sites"].items())), "mhc_h200"),
+        ("mamba3", f"MIMO of rank 4, {shape}", scans["MIMO, 8 x 4096"], "mamba3_h200"),
+        ("mamba3", f"SISO, {shape}", scans["SISO, 8 x 4096"], "mamba3_h200"),
+        ("m2rnn", shape, recurrence, "m2rnn_designs"),
+    )
+    return table(
+        ("function", "shape", "beside", "ours, ms", "the other, ms", "ratio"),
+        [
+            (
+                f"`{function}`",
+                f"[{at}](results/{page}.md)",
+                name,
+                f"{ways['ours']:.1f}",
+                f"{ways[way]:.1f}",
+                f"{ways[way] / ways['ours']:.2f}",
+            )
+            for function, at, ways, page in measured
+            for way, name in _OTHERS.items()
+            if way in ways
+        ],
+    )
+
+
+_OTHERS = {
+    "te": "Transformer Engine",
+    "torch.compile of stock": "Megatron's, by torch.compile",
+    "Liger none": "Liger, a loss per token",
+    "Liger mean": "Liger, their mean",
+    "CCE": "CCE",
+    "tilelang": "TileLang",
+    "dev": "Megatron's branch dev, without cuTile",
+    "Transformer Engine": "Transformer Engine",
+    "mamba-ssm": "mamba-ssm 2.3.2.post1",
+    "main": "mamba-ssm's main",
+    "authors": "the authors' kernels",
+}
+"""Other implementations in the result files -> how the table names them."""
+
+
 def _results(_: str) -> str:
     rows = []
     for path in sorted(RESULTS.glob("*.md")):
@@ -390,6 +449,7 @@ _KINDS: dict[str, Callable[[str], str]] = {
     "combinations": _combinations,
     "states": _states,
     "words": _words,
+    "kernels": _kernels,
     "results": _results,
     "proofs": _proofs,
     "counts": _counts,

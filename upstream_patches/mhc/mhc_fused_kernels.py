@@ -130,7 +130,6 @@ def verify() -> None:
             raise AssertionError("the model is built although no kernel can run")
         # The reference instead of the kernels: tests/ops/mhc/test_mhc.py compares the two.
         plain.enter_context(mock.patch.object(mhc, "obstacle", lambda *sizes: None))
-        plain.enter_context(mock.patch.multiple(mhc, **_reference_ops()))
     with plain, torch._dynamo.config.patch(disable=True):
         _assert_reference(_site(16, torch.float32), 1e-3)
         # Megatron's own code at the end of a site, which needs weights of the streams' dtype.
@@ -165,23 +164,6 @@ def _site(width: int, dtype: Any, **options: Any) -> Any:
     for parameter in site.parameters():  # as far from their initial values as after training
         torch.nn.init.normal_(parameter, std=0.5)
     return site.to("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _reference_ops() -> dict[str, Any]:
-    """The ops of `cppmega.ops.mhc` in plain torch."""
-    from cppmega.ops import mhc
-    from cppmega.ops.mhc import naive as mhc_reference
-
-    def weights(streams, parameters, iterations, *, fuse_accumulation=False):
-        return mhc_reference.weights(streams, parameters, iterations)
-
-    def read(streams, parameters, iterations, *, fuse_accumulation=False):
-        h_pre, h_post, h_res = weights(streams, parameters, iterations)
-        site = mhc.Site(streams.view_as(streams), h_post, h_res)
-        return mhc_reference.aggregate(streams, h_pre), site
-
-    ops = {"aggregate": mhc_reference.aggregate, "update": mhc_reference.update}
-    return {"weights": weights, "read": read, **ops}
 
 
 def _assert_reference(site: Any, bound: float) -> None:

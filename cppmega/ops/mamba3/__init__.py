@@ -14,9 +14,9 @@ __all__ = ["Definition", "Inputs", "Parameters", "mixed"]
 def mixed(
     inputs: Inputs,
     parameters: Parameters,
-    definition: Definition,
-    boundaries: Tensor | None,
-    chunk: int,
+    definition: Definition = "softplus",
+    boundaries: Tensor | None = None,
+    chunk: int = 64,
 ) -> Tensor:
     """Compute `naive.mixed` of `[b, l, h, p]`.
 

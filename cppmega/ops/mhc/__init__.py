@@ -18,8 +18,8 @@ per logit of a token in the backward; and 8 times the size of phi for its gradie
 none. The tiles fit sm_80, sm_90, sm_100 and sm_120, and are the fastest of these on an H200
 (`benchmarks/results/mhc_designs.md`).
 
-Where a kernel cannot run there is no fallback: every function raises `no-kernel`, with the
-reason that `obstacle` returns. Callers that want plain torch call `naive`.
+On a CPU the reference computes everything, except in Triton's interpreter. On a GPU there is no
+fallback: what the kernels do not support raises `no-kernel`, with the reason of `obstacle`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from torch import Tensor
 from cppmega.errors import CppmegaError
 from cppmega.ops.common.device import gpu_obstacle
 from cppmega.ops.common.mhc_streams import STREAMS
+from cppmega.ops.mhc import naive as reference
 from cppmega.ops.mhc.naive import Parameters, Weights
 
 __all__ = [
@@ -104,6 +105,8 @@ def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
     if logits.ndim < 2 or logits.size(-1) != logits.size(-2):
         raise ValueError(f"logits {tuple(logits.shape)} are not square matrices")
     _require_iterations(iterations)
+    if _on_host(logits):
+        return reference.sinkhorn(logits, iterations)
     if logits.dtype != torch.float32:
         raise _no_kernel(f"the logits are {logits.dtype}")
     n = logits.size(-1)
@@ -133,6 +136,8 @@ def weights(
     """
     streams = _checked(streams, parameters, iterations)
     main_grad = _main_grad(parameters.phi) if fuse_accumulation else None
+    if _on_host(streams):
+        return reference.weights(streams, parameters, iterations)
     from cppmega.ops.mhc.autograd import Weights as Apply
 
     every = [each.contiguous() for each in parameters]
@@ -156,9 +161,12 @@ def aggregate(streams: Tensor, h_pre: Tensor, *, out: Tensor | None = None) -> T
     """
     streams = _required(streams)
     _check_storage(out, streams)
+    h_pre = _weight("h_pre", h_pre, streams.shape[:3], streams)
+    if _on_host(streams):
+        x = reference.aggregate(streams, h_pre)
+        return x if out is None else out.copy_(x)
     from cppmega.ops.mhc.autograd import Aggregate
 
-    h_pre = _weight("h_pre", h_pre, streams.shape[:3])
     found: Tensor = Aggregate.apply(streams, h_pre, out)
     return found
 
@@ -178,17 +186,16 @@ def update(
         of_bias = "no bias" if bias is None else f"bias {tuple(bias.shape)}"
         raise ValueError(f"output {tuple(out.shape)} and {of_bias} for {tuple(streams.shape)}")
     for given in (out, bias):
-        if given is not None and given.dtype not in TYPES:
+        if given is not None and given.dtype not in (*TYPES, streams.dtype):
             raise _no_kernel(f"the sub-layer's output or bias is {given.dtype}")
+    h_res = _weight("h_res", h_res, (s, b, n, n), streams)
+    h_post = _weight("h_post", h_post, (s, b, n), streams)
+    if _on_host(streams):
+        return reference.update(streams, h_res, h_post, out, bias)
     from cppmega.ops.mhc.autograd import Write
 
-    found: Tensor = Write.apply(
-        streams,
-        _weight("h_res", h_res, (s, b, n, n)),
-        _weight("h_post", h_post, (s, b, n)),
-        out.contiguous(),
-        None if bias is None else bias.contiguous(),
-    )
+    bias = None if bias is None else bias.contiguous()
+    found: Tensor = Write.apply(streams, h_res, h_post, out.contiguous(), bias)
     return found
 
 
@@ -206,6 +213,11 @@ def read(
     """
     streams = _checked(streams, parameters, iterations)
     _check_storage(out, streams)
+    if _on_host(streams):
+        h_pre, h_post, h_res = weights(
+            streams, parameters, iterations, fuse_accumulation=fuse_accumulation
+        )
+        return aggregate(streams, h_pre, out=out), Site(streams.view_as(streams), h_post, h_res)
     main_grad = _main_grad(parameters.phi) if fuse_accumulation else None
     from cppmega.ops.mhc.autograd import Read
 
@@ -230,7 +242,7 @@ def _checked(streams: Tensor, parameters: Parameters, iterations: int) -> Tensor
     if shapes != [(values, n * c), (1,), (1,), (1,), (values,)]:
         raise ValueError(f"parameters {shapes} for streams {tuple(streams.shape)}")
     types = {each.dtype for each in parameters}
-    if types != {torch.float32}:
+    if types != {_of_weights(streams)}:
         raise _no_kernel(f"the parameters are {', '.join(sorted(map(str, types)))}, not fp32")
     return streams
 
@@ -244,8 +256,18 @@ def _required(streams: Tensor) -> Tensor:
 
 def _require(x: Tensor, n: int, width: int) -> None:
     why = obstacle(x.device, x.dtype, n, width)
-    if why is not None:
+    if why is not None and not _on_host(x):
         raise _no_kernel(why)
+
+
+def _on_host(x: Tensor) -> bool:
+    """Whether the reference computes this: on a CPU, unless Triton's interpreter is on."""
+    return x.device.type == "cpu" and _device_obstacle("cpu") is not None
+
+
+def _of_weights(streams: Tensor) -> torch.dtype:
+    """The type of parameters and weights; the kernels have no fp64, the reference has."""
+    return torch.float64 if streams.dtype == torch.float64 else torch.float32
 
 
 def _require_iterations(iterations: int) -> None:
@@ -253,11 +275,11 @@ def _require_iterations(iterations: int) -> None:
         raise ValueError(f"Sinkhorn of {iterations} iterations")
 
 
-def _weight(name: str, given: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _weight(name: str, given: Tensor, shape: tuple[int, ...], streams: Tensor) -> Tensor:
     """Check a weight, and return it in the kernels' layout."""
     if given.shape != shape:
         raise ValueError(f"{name} {tuple(given.shape)}, not {tuple(shape)}")
-    if given.dtype != torch.float32:
+    if given.dtype != _of_weights(streams):
         raise _no_kernel(f"{name} is {given.dtype}, not fp32")
     return given.contiguous()
 

@@ -167,7 +167,16 @@ def test_what_has_no_kernel_is_said_and_not_done_otherwise() -> None:
     assert "on cpu" in str(mhc.obstacle(torch.device("cpu"), bf16, 4, 64))
     given = drawn(Shape(2, 1, 4, 8), bf16)
     with pytest.raises(CppmegaError, match="no-kernel"):
-        mhc.read(given.streams, given.parameters, 20)
+        mhc.read(given.streams.to("meta"), given.parameters, 20)
+
+
+def test_the_reference_computes_on_a_cpu() -> None:
+    given = drawn(Shape(3, 2, 3, 5), torch.float64)  # neither number nor width has a kernel
+    x, site = mhc.read(given.streams, given.parameters, 20, out=torch.empty(3, 2, 5).double())
+    h_pre, h_post, h_res = reference.weights(given.streams, given.parameters, 20)
+    assert torch.equal(x, reference.aggregate(given.streams, h_pre))
+    after = reference.update(given.streams, h_res, h_post, given.out)
+    assert torch.equal(mhc.write(site, given.out), after)
 
 
 def test_shapes_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

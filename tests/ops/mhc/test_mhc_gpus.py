@@ -24,7 +24,7 @@ PRODUCTS = {"_projection_kernel", "_streams_gradient_kernel"}
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """The kernels' path without a GPU, and its launches."""
-    monkeypatch.setattr(mhc, "obstacle", lambda *call: None)
+    monkeypatch.setattr(mhc, "_device_obstacle", lambda name: None)
     return record(monkeypatch, MODULES)
 
 

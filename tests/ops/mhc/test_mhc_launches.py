@@ -22,7 +22,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     for module in modules_of("mhc"):
         for name in kernels_of(module):
             monkeypatch.setattr(module, name, counted.recorder(name))
-    monkeypatch.setattr(mhc, "obstacle", lambda *call: None)
+    monkeypatch.setattr(mhc, "_device_obstacle", lambda name: None)
     return counted
 
 
