@@ -1,4 +1,4 @@
-"""Huge pages for a process that forks often.
+"""Imported by the servers of the tests: huge pages for a process that forks often.
 
 A fork copies the page table, which has an entry for every page, and frees it when it exits; in the
 processes of these tests, that was most of the cost of a short fork. A huge page of 2 MiB needs one
@@ -25,3 +25,6 @@ def gather() -> None:
         first, last = -(-first // HUGE) * HUGE, last // HUGE * HUGE
         if rights == "rw-p" and name in ([], ["[heap]"]) and first < last:
             advise(first, last - first, COLLAPSE)  # a kernel that declines leaves them as they are
+
+
+gather()

@@ -305,14 +305,11 @@ def _assert_patched(root: Path, version: str) -> None:
 def test_text_is_the_same_under_another_hash_seed(version: str) -> None:
     """An edit that walks through a set writes another overlay on the next machine."""
     made = laws.planned(version)
-    texts: list[hash_seeds.Texts] = []
     environment = {"PYTHONHASHSEED": str(laws.SUPPORTED.index(version))}
     order = hash_seeds.order(made)
-    root = str(made.tree.root)
-    assert not list(
-        proof_process.answers(root, "stock", [], environment, ordered=order, texts=texts)
-    )
-    assert texts == [laws.hashes(laws.result(version))]
+    worker = proof_process.Worker(str(made.tree.root), "stock", [], environment, ordered=order)
+    assert not list(worker.answers())
+    assert worker.texts == laws.hashes(laws.result(version))
 
 
 @every_version

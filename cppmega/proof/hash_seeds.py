@@ -1,24 +1,25 @@
 """Compare the texts of patched files between processes with different hash seeds.
 
 The order of a set depends on `PYTHONHASHSEED`, which is fixed when a process starts. An edit that
-iterates over a set could write a different text on another machine. The processes that run the
-proofs have different seeds, so they compute the texts as well.
+iterates over a set could write a different text on another machine. So interpreters with different
+seeds compute the texts as well; they import neither torch nor Megatron.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from cppmega.catalogue import loader as catalogue
 from cppmega.errors import CppmegaError
-from cppmega.overlay.compute import rewritten
 from cppmega.overlay.plan import Plan
 from cppmega.proof.messages import FileOrder, PageOrder, TextOrder
+from cppmega.proof.proof_process import Worker
 from cppmega.tree.installed import sha256
 
 Texts = Mapping[str, str]
 """Path -> hash of the patched text, or why there is none."""
+SEEDS = ("1", "2", "3")
 
 
 def order(plan: Plan) -> TextOrder:
@@ -61,9 +62,35 @@ def execute(ordered: TextOrder) -> dict[str, str]:
     return texts
 
 
-def differing(plan: Plan, others: Iterable[Texts]) -> Iterator[str]:
-    """Yield the pages that edit a file for which other processes computed a different text."""
-    here = {path: sha256(rewritten(plan, path).data) for path in plan.work}
-    for path, work in plan.work.items():
-        if any(texts.get(path) != here[path] for texts in others):
-            yield from (page.name for page, _ in work.edits)
+class Comparison:
+    """The texts of a plan's files, as processes with different hash seeds compute them."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan, ordered = plan, order(plan)
+        self._workers = [
+            Worker(str(plan.tree.root), "stock", [], {"PYTHONHASHSEED": seed}, ordered=ordered)
+            for seed in (SEEDS if plan.work else ())
+        ]
+
+    def differing(self, patched: Path | None) -> set[str]:
+        """Return the pages that edit a file of which some text differs.
+
+        Args:
+            patched: the tree on which the proofs ran, if any did.
+        """
+        plan, texts = self._plan, [self._texts_of(worker) for worker in self._workers]
+        if patched is not None:
+            done = [p for p in plan.work if patched != plan.tree.root or plan.up_to_date(p)]
+            texts.append({path: sha256((patched / path).read_bytes()) for path in done})
+        unsteady = [p for p in plan.work if len({t[p] for t in texts if p in t}) > 1]
+        return {page.name for path in unsteady for page, _ in plan.work[path].edits}
+
+    def close(self) -> None:
+        """End the processes."""
+        for worker in self._workers:
+            worker.close()
+
+    def _texts_of(self, worker: Worker) -> Texts:
+        assert not list(worker.answers())
+        assert worker.texts is not None, f"no texts were computed: {worker.last}"
+        return worker.texts

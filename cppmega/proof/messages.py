@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -51,6 +51,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds after which a proof is ended."""
     answers: int
     """The file descriptor for the answers."""
+    code: dict[str, Any]
+    """What the sender knows of the code of the pages, which takes long to find out."""
 
 
 class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

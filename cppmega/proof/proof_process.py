@@ -12,13 +12,14 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from typing import IO
+from typing import TextIO
 
 import msgspec
 
 from cppmega.host import python
 from cppmega.proof import frames
 from cppmega.proof.messages import Answer, Order, PageOrder, ProofRun, Ready, Side, TextOrder
+from cppmega.rewriting import code_text
 
 LIMIT = 120.0
 """Seconds after which a proof is ended; it should take less than one."""
@@ -59,17 +60,8 @@ def recorded_environment(more: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in sorted(stated) if name not in _OF_A_USER}
 
 
-def answers(
-    root: str,
-    side: Side,
-    pages: Sequence[PageOrder],
-    environment: Mapping[str, str],
-    *,
-    forks: bool = True,
-    ordered: TextOrder | None = None,
-    texts: list[Mapping[str, str]] | None = None,
-) -> Iterator[tuple[str, ProofRun]]:
-    """Have a worker prove pages, and yield the result of each.
+class Worker:
+    """A process that proves pages on one side, from now until it is closed.
 
     Args:
         root: the tree that the worker imports.
@@ -78,72 +70,96 @@ def answers(
         environment: variables of the worker besides the stated ones.
         forks: whether every proof gets its own process.
         ordered: files whose patched texts the worker computes as well.
-        texts: receives the hashes of these texts.
+        python: the words that start Python; None: a new interpreter.
     """
-    with tempfile.TemporaryFile("w+", errors="replace") as output:  # libraries may warn
-        reader, writer = os.pipe()
+
+    def __init__(
+        self,
+        root: str,
+        side: Side,
+        pages: Sequence[PageOrder],
+        environment: Mapping[str, str],
+        *,
+        forks: bool = True,
+        ordered: TextOrder | None = None,
+        python: Sequence[str] | None = None,
+    ) -> None:
+        self.texts: Mapping[str, str] | None = None
+        """Hashes of the ordered texts, once the worker is ready."""
+        self.last = ""
+        """The last line that it printed, once it is closed."""
+        self._side, self._pages = side, pages
+        self._output = os.fdopen(os.memfd_create("output"), "w+", errors="replace")
+        self._reader, writer = os.pipe()
         order = Order(
             root=root, side=side, forks=forks, pages=tuple(pages), texts=ordered,
-            limit=LIMIT, answers=writer,
+            limit=LIMIT, answers=writer, code=code_text.known(),
         )  # fmt: skip
         try:
-            worker = _started(order, output, environment)
+            self._process = _started(order, self._output, environment, python)
         finally:
             os.close(writer)
+
+    def answers(self) -> Iterator[tuple[str, ProofRun]]:
+        """Yield the result of each page, and close the worker."""
         answered = 0
         try:
-            for name, run in _read(worker, frames.Reader(reader), pages, texts):
+            for name, run in self._read():
                 answered += 1
                 yield name, run
         finally:
-            _end(worker)
-            os.close(reader)
-        output.seek(0)
-        last = (output.read().strip().splitlines() or ["it printed nothing"])[-1]
-    for page in pages[answered:]:
-        detail = f"the {side} process {_describe_end(worker)}: {last[:400]}"
-        yield page.name, ProofRun("not-run", detail)
+            self.close()
+        for page in self._pages[answered:]:
+            detail = f"the {self._side} process {_describe_end(self._process)}: {self.last[:400]}"
+            yield page.name, ProofRun("not-run", detail)
+
+    def close(self) -> None:
+        """End the worker and whatever it started; it may be closed already."""
+        if self._output.closed:
+            return
+        _end(self._process)
+        os.close(self._reader)
+        with self._output:
+            self._output.seek(0)
+            self.last = (self._output.read().strip().splitlines() or ["it printed nothing"])[-1]
+
+    def _read(self) -> Iterator[tuple[str, ProofRun]]:
+        """Yield the answers as they arrive, until one is not the expected one."""
+        reader = frames.Reader(self._reader)
+
+        def ended() -> bool:
+            return self._process.poll() is not None
+
+        ready = reader.receive(Ready, START, ended)
+        if ready is None:
+            return
+        self.texts = ready.texts
+        for page in self._pages:
+            answer = reader.receive(Answer, LIMIT + MARGIN, ended)
+            if answer is None or answer.name != page.name:
+                return
+            yield page.name, answer.run
 
 
 def _started(
-    order: Order, output: IO[str], environment: Mapping[str, str]
+    order: Order,
+    output: TextIO,
+    environment: Mapping[str, str],
+    words: Sequence[str] | None,
 ) -> subprocess.Popen[bytes]:
-    worker = subprocess.Popen(
-        python.command("cppmega.proof.worker"),
-        stdin=subprocess.PIPE,
-        stdout=output,
-        stderr=output,
-        pass_fds=[order.answers],
-        start_new_session=True,  # it is ended together with everything that it started
-        env=stated_environment(environment),
-    )
-    assert worker.stdin is not None
-    with contextlib.suppress(BrokenPipeError), worker.stdin:  # it ended; the caller reports it
-        worker.stdin.write(msgspec.json.encode(order))
-    return worker
-
-
-def _read(
-    worker: subprocess.Popen[bytes],
-    reader: frames.Reader,
-    pages: Sequence[PageOrder],
-    texts: list[Mapping[str, str]] | None,
-) -> Iterator[tuple[str, ProofRun]]:
-    """Yield the answers as they arrive, until one is not the expected one."""
-
-    def ended() -> bool:
-        return worker.poll() is not None
-
-    ready = reader.receive(Ready, START, ended)
-    if ready is None:
-        return
-    if ready.texts is not None and texts is not None:
-        texts.append(ready.texts)
-    for page in pages:
-        answer = reader.receive(Answer, LIMIT + MARGIN, ended)
-        if answer is None or answer.name != page.name:
-            return
-        yield page.name, answer.run
+    executable, *command = python.command("cppmega.proof.worker")
+    with tempfile.TemporaryFile() as written:  # a pipe would hold up this process until it is read
+        written.write(msgspec.json.encode(order))
+        written.seek(0)
+        return subprocess.Popen(
+            [*(words or [executable]), *command],
+            stdin=written,
+            stdout=output,
+            stderr=output,
+            pass_fds=[order.answers],
+            start_new_session=True,  # it is ended together with everything that it started
+            env=stated_environment(environment),
+        )
 
 
 def _describe_end(worker: subprocess.Popen[bytes]) -> str:

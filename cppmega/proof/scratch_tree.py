@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,19 +14,27 @@ from cppmega.rewriting.rewrite import Step, rewrite
 from cppmega.tree.links import link
 
 
-def build(plan: Plan, root: Path, side: Side) -> None:
-    """Write a tree of links to the real one, with the edited files of one side."""
+def build(plan: Plan, root: Path, side: Side, proved: Container[str] = ()) -> None:
+    """Write a tree of links to the real one, with the edited files of one side.
+
+    Args:
+        proved: the files that the proved pages edit; where it matters, the others are stock's, or
+            are taken as they come.
+    """
     # Including files that a page edited before and no longer does.
     changed = {p: v.pristine for p, v in plan.views.items() if v.patched and v.pristine is not None}
     for path, work in plan.work.items():
         file = plan.views[path]
         assert file.pristine is not None
         changed[path] = file.pristine
-        if side != "stock":
-            steps = [Step(p.name, e, p.patch.marks(e)) for p, e in work.edits]
-            if side == "mutant":
-                steps = _mutants(steps)
-            changed[path] = rewrite(file.pristine, path, steps).data
+        if side == "patched" and plan.up_to_date(path):
+            changed[path] = file.current or b""
+        elif side == "patched" or (side == "mutant" and path in proved):
+            steps = [Step.of(page, edit) for page, edit in work.edits]
+            steps = _mutants(steps) if side == "mutant" else steps
+            parsed = plan.survey.parse(file.pristine, path)
+            checked = side == "patched" and path in proved
+            changed[path] = rewrite(file.pristine, path, steps, parsed, checked=checked).data
     for package in PACKAGES:
         if (plan.tree.root / package).is_dir():
             link(plan.tree.root / package, root / package, changed)

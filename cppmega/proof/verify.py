@@ -1,11 +1,13 @@
 """Run every page's proof three times: on the patched tree, on stock, and on a do-nothing mutant.
 
 The proof must pass on the first and fail on the other two. Each tree gets its own process, and each
-page a fork of that process, so that no proof can depend on what an earlier one left behind.
+page a fork of that process, so that no proof can depend on what an earlier one left behind. The
+processes of the trees are forks as well, of one that has imported torch and never imports Megatron.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,13 +22,15 @@ from cppmega.overlay.receipt import ProvedPage
 from cppmega.overlay.verbs import Session
 from cppmega.overlay.verdict import DONE, NEEDED, Proof, Verdict
 from cppmega.page import Page
-from cppmega.proof import hash_seeds, proof_file, proof_process
-from cppmega.proof.messages import SIDES, PageOrder, ProofRun, Side, TextOrder
+from cppmega.proof import fork_server, hash_seeds, proof_file, proof_process
+from cppmega.proof.fork_server import ForkServer
+from cppmega.proof.messages import SIDES, PageOrder, ProofRun, Side
 from cppmega.proof.needs import missing_needs, uses_gpu
+from cppmega.proof.proof_process import Worker
 from cppmega.proof.scratch_tree import build
 
 _ON_STOCK = "it passes on stock: the patch is not needed, or the proof does not reach it"
-_ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
+_ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "1"}
 """On a machine with a GPU, Megatron takes its CPU paths only if the GPU is hidden."""
 _OTHER_CODE = ("AttributeError", "NameError", "TypeError")
 """Errors of a proof on code whose names and signatures differ from those it was written for."""
@@ -90,27 +94,36 @@ def verify(
     runnable = [page for page in pages if not missing[page.name]]
     on_stock = [page for page in retired if not missing[page.name]]
     runs: dict[str, dict[str, ProofRun]] = {page.name: {} for page in [*pages, *retired]}
-    texts: list[hash_seeds.Texts] = []
     edited = {edit.path for page in pages for edit in plan.edits[page.name]}
     compared = replace(plan, work={p: w for p, w in plan.work.items() if p in edited})
-    ordered = hash_seeds.order(compared)
     applied = all(plan.verdicts[page.name].state in DONE for page in runnable)
-    with tempfile.TemporaryDirectory(prefix="cppmega-verify-") as scratch:
-        for side in SIDES:
+    with contextlib.ExitStack() as ends:
+        scratch = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="cppmega-verify-")))
+        server = None
+        if not all(map(uses_gpu, [*runnable, *on_stock])):
+            server = ForkServer(
+                fork_server.MODULES,
+                proof_process.stated_environment(_ON_CPU),
+                scratch / "__pycache__",
+            )
+            ends.callback(server.close)
+        texts = ends.enter_context(contextlib.closing(hash_seeds.Comparison(compared)))
+        sides = dict[Side, _Proving]()
+        for side in sorted(SIDES, key=lambda side: side != "stock"):  # the quickest to make first
             chosen = [*runnable, *on_stock] if side == "stock" else runnable
             if not chosen:
                 continue
-            session.say(f"verify: proofs on {_EXPECTED[side]}: {len(chosen)}")
             root = plan.tree.root
             if side != "patched" or not applied:
-                root = Path(scratch) / side
-                build(plan, root, side)
-            for name, run in _run(root, side, plan, chosen, session.say, ordered, texts):
+                root = scratch / side
+                build(plan, root, side, edited)
+            sides[side] = _Proving(root, side, plan, chosen, session.say, server)
+            ends.callback(sides[side].close)
+        for side in filter(sides.__contains__, SIDES):
+            session.say(f"verify: proofs on {_EXPECTED[side]}: {len(sides[side].pages)}")
+            for name, run in sides[side].answers():
                 runs[name][side] = run
-    if not runnable:  # the texts are compared even if no proof runs
-        answers = _worker(plan.tree.root, "stock", plan, [], session.say, {}, True, ordered, texts)
-        assert not list(answers)
-    unsteady = set(hash_seeds.differing(compared, texts))
+        unsteady = texts.differing(sides["patched"].root if runnable else None)
     proved = [
         _judge(plan, page, missing[page.name], runs[page.name], page.name in unsteady)
         for page in pages
@@ -133,7 +146,7 @@ def upstreamed(plan: Plan, say: Callable[[str], None]) -> dict[str, Proved]:
         root = Path(scratch) / "stock"
         if runnable:
             build(plan, root, "stock")
-        runs = dict(_run(root, "stock", plan, runnable, say))
+        runs = dict(_Proving(root, "stock", plan, runnable, say).answers())
     sides = {page.name: {"stock": runs[page.name]} for page in runnable}
     return {p.name: of_retired(p, missing[p.name], sides.get(p.name, {})) for p in pages}
 
@@ -144,7 +157,7 @@ def live(session: Session, plan: Plan) -> dict[str, ProofRun]:
     Pages with needs that this machine does not meet are left out.
     """
     pages = [page for page in _chosen(plan, ()) if not missing_needs(page.patch.needs)]
-    return dict(_run(plan.tree.root, "patched", plan, pages, session.say)) if pages else {}
+    return dict(_Proving(plan.tree.root, "patched", plan, pages, session.say).answers())
 
 
 def _chosen(plan: Plan, names: Sequence[str]) -> list[Page]:
@@ -171,50 +184,55 @@ def _retired(plan: Plan, names: Sequence[str]) -> list[Page]:
     return chosen
 
 
-def _run(
-    root: Path,
-    side: Side,
-    plan: Plan,
-    pages: Sequence[Page],
-    say: Callable[[str], None],
-    ordered: TextOrder | None = None,
-    texts: list[hash_seeds.Texts] | None = None,
-) -> Iterator[tuple[str, ProofRun]]:
-    """Prove on one side: all CPU pages in one worker, each GPU page in a worker of its own."""
-    on_gpu = [page for page in pages if uses_gpu(page)]
-    on_cpu = [page for page in pages if page not in on_gpu]
-    yield from _worker(root, side, plan, on_cpu, say, _ON_CPU, True, ordered, texts)
-    for page in on_gpu:
-        yield from _worker(root, side, plan, [page], say, {}, forks=False)
+class _Proving:
+    """The proofs on one side: all CPU pages in one worker, each GPU page in a worker of its own.
 
+    Args:
+        server: what the worker of the CPU pages is forked from; None: it is an interpreter.
+    """
 
-def _worker(
-    root: Path,
-    side: Side,
-    plan: Plan,
-    pages: Sequence[Page],
-    say: Callable[[str], None],
-    environment: Mapping[str, str],
-    forks: bool = True,
-    ordered: TextOrder | None = None,
-    texts: list[hash_seeds.Texts] | None = None,
-) -> Iterator[tuple[str, ProofRun]]:
-    """Prove some pages in one process."""
-    if not pages and ordered is None:
-        return
-    runs = proof_process.answers(
-        str(root),
-        side,
-        [_ordered(plan, page) for page in pages],
-        # Every side iterates over its sets in another order; the texts show what depends on it.
-        {**environment, "PYTHONHASHSEED": str(1 + SIDES.index(side))},
-        forks=forks,
-        ordered=ordered,
-        texts=texts,
-    )
-    for name, run in runs:
-        say(f"verify: {side:<7} {run.result:<7} {name}")
-        yield name, run
+    def __init__(
+        self,
+        root: Path,
+        side: Side,
+        plan: Plan,
+        pages: Sequence[Page],
+        say: Callable[[str], None],
+        server: ForkServer | None = None,
+    ) -> None:
+        self.root, self.pages = root, pages
+        self._side, self._plan, self._say, self._server = side, plan, say, server
+        self._on_gpu = [page for page in pages if uses_gpu(page)]
+        self._on_cpu = [page for page in pages if page not in self._on_gpu]
+        self._worker = self._started(server.command() if server else None)
+
+    def answers(self) -> Iterator[tuple[str, ProofRun]]:
+        """Yield the result of every page."""
+        if self._server is not None and not self._server.ready:
+            self._say("verify: a process with torch cannot be forked here; each side imports it")
+            self.close()
+            self._worker = self._started(None)
+        if self._worker is not None:
+            yield from self._said(self._worker)
+        for page in self._on_gpu:
+            order = [_ordered(self._plan, page)]
+            yield from self._said(Worker(str(self.root), self._side, order, {}, forks=False))
+
+    def close(self) -> None:
+        """End the worker of the CPU pages."""
+        if self._worker is not None:
+            self._worker.close()
+
+    def _started(self, python: Sequence[str] | None) -> Worker | None:
+        orders = [_ordered(self._plan, page) for page in self._on_cpu]
+        return (
+            Worker(str(self.root), self._side, orders, _ON_CPU, python=python) if orders else None
+        )
+
+    def _said(self, worker: Worker) -> Iterator[tuple[str, ProofRun]]:
+        for name, run in worker.answers():
+            self._say(f"verify: {self._side:<7} {run.result:<7} {name}")
+            yield name, run
 
 
 def _ordered(plan: Plan, page: Page) -> PageOrder:

@@ -28,6 +28,7 @@ from cppmega.host import process
 from cppmega.page import Edit, Page
 from cppmega.proof import frames, hash_seeds, mutant
 from cppmega.proof.messages import Answer, Order, PageOrder, ProofRun, Ready
+from cppmega.rewriting import code_text
 from cppmega.tree import installed
 
 
@@ -40,6 +41,7 @@ def main() -> None:
     os.set_inheritable(order.answers, False)
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")  # 0.15 compiles on import
     warnings.simplefilter("ignore")
+    code_text.remember(order.code)
     pages = [_load(page) for page in order.pages]
     only_from(Path(order.root))
     if order.side != "stock":

@@ -97,11 +97,14 @@ def rewrite(
     path: str,
     steps: Sequence[Step],
     parsed: tuple[Text, ast.Module] | None = None,
+    *,
+    checked: bool = True,
 ) -> Rewritten:
     """Apply the steps to a file.
 
     Args:
         parsed: text and syntax tree of the data, if already computed.
+        checked: whether the result is checked and described; otherwise only its bytes count.
 
     Raises:
         CppmegaError: an edit does not fit, does nothing, renames its target, leaves a name
@@ -121,6 +124,8 @@ def rewrite(
     imports = inserted.imports((step.page, step.edit) for step in steps)
     body = _spliced(text, tree, cuts, imports)
     result = text.encode(body, path)
+    if not checked:
+        return Rewritten(result, {}, "", ())
     new_text = decode(result, path)
     edited = {plain(symbol) for symbol in groups}
     new_tree = parse(_outline(text, tree, cuts, imports, edited), path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,20 +9,27 @@ import pytest
 from cppmega.catalogue import loader as catalogue
 from cppmega.overlay import verbs as overlay
 from cppmega.overlay.verbs import Session
-from cppmega.proof import verify
+from cppmega.proof import fork_server, verify
 from tests import forkserver
 from tests.support import made
 
 
 @pytest.fixture
-def python(monkeypatch: pytest.MonkeyPatch) -> str:
-    """What proves: by default a fork, which need not import the engine again."""
-    monkeypatch.setattr(sys, "executable", forkserver.executable())
-    return "fork"
+def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What proofs are forked from: the session's server, or, as for users, one of their own.
+
+    The latter is without torch, which no proof of a made page needs.
+    """
+    which = getattr(request, "param", "the session's")
+    if which == "the session's":
+        forkserver.prove_in_forks(monkeypatch)
+    else:
+        monkeypatch.setattr(fork_server, "MODULES", ())
+    return which
 
 
 @pytest.fixture
-def prove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: str):
+def prove(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: str):
     """Make a tree and a catalogue of one page, apply it, prove it."""
     pages = tmp_path / "pages"
     monkeypatch.setattr(catalogue, "builtin_folder", lambda: pages)

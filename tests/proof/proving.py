@@ -6,5 +6,5 @@ import pytest
 
 THING = "megatron/core/thing.py"
 
-IN_NEW_INTERPRETERS = pytest.mark.parametrize("python", ["new"])
-"""For what a fork does not show: a hash seed of its own, and the end of all that a worker began."""
+WITH_ITS_OWN_SERVER = pytest.mark.parametrize("server", ["its own"], indirect=True)
+"""For what the session's server does not show: a hash seed, and the end of all that was begun."""

@@ -7,14 +7,13 @@ supported version, against the real code, all pages of a version in three proces
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
 from cppmega.catalogue import loader as catalogue
 from cppmega.overlay.verbs import Session
-from cppmega.proof import hash_seeds, verify
+from cppmega.proof import verify
 from tests import forkserver
 from tests.support import NEWEST, copy, laws, pristine
 
@@ -29,11 +28,7 @@ def test_every_needed_page_is_proved(
     for page in catalogue.load().values():
         if page.patch.gate:
             monkeypatch.setenv(page.patch.gate, "1")
-    monkeypatch.setattr(sys, "executable", forkserver.executable())  # of the proofs' processes
-    # Forks of one process have one hash seed, so that their texts would be the same; `test_laws`
-    # compares those of the same pages between processes with seeds of their own.
-    monkeypatch.setattr(hash_seeds, "order", lambda plan: None)
-    monkeypatch.setattr(hash_seeds, "differing", lambda plan, texts: ())
+    forkserver.prove_in_forks(monkeypatch)  # `test_laws` compares texts between hash seeds
     session = Session(copy(version, tmp_path / "tree"))
     proved = verify.verify(session)
     wrong = {one.name: one.detail for one in proved if one.proof in ("failed", "stale")}
@@ -52,7 +47,7 @@ def test_every_needed_page_is_proved(
 def test_pages_of_another_package_are_proved(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for gate, value in laws.gates(release).items():
         monkeypatch.setenv(gate, value)
-    monkeypatch.setattr(sys, "executable", forkserver.executable())
+    forkserver.prove_in_forks(monkeypatch)
     session = Session(pristine(release))
     session.pages = {name: laws.pages()[name] for name in laws.pages_of(release)}
     proved = verify.verify(session)

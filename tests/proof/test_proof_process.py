@@ -11,7 +11,7 @@ from cppmega.host import process
 from cppmega.overlay import receipt
 from cppmega.overlay.verbs import Session
 from cppmega.proof import needs, proof_process, verify
-from tests.proof.proving import IN_NEW_INTERPRETERS
+from tests.proof.proving import WITH_ITS_OWN_SERVER
 from tests.support import made
 
 pytestmark = pytest.mark.slow
@@ -29,7 +29,7 @@ os._exit(3)
 """
 
 
-@IN_NEW_INTERPRETERS
+@WITH_ITS_OWN_SERVER
 def test_a_worker_that_ends_is_quoted(prove) -> None:
     """The patched module ends its process when it is imported."""
     proved = prove(files={"megatron/core/thing.py": made.THING + _ENDS})
@@ -80,7 +80,7 @@ def living(file: Path) -> list[int]:
     return [pid for pid in map(int, file.read_text().split()) if process.started(pid)]
 
 
-@IN_NEW_INTERPRETERS
+@WITH_ITS_OWN_SERVER
 def test_a_proof_that_hears_nothing_is_ended(
     prove, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,7 +100,7 @@ def test_a_proof_that_hears_nothing_is_ended(
     assert left.read_text().count("\n") == 3 and not living(left)
 
 
-@IN_NEW_INTERPRETERS
+@WITH_ITS_OWN_SERVER
 def test_a_grandchild_that_holds_the_pipe_is_not_waited_for(prove, tmp_path: Path) -> None:
     left = tmp_path / "left"
     then = "from megatron.core.thing import double\nassert double(2) == 4"
@@ -108,7 +108,7 @@ def test_a_grandchild_that_holds_the_pipe_is_not_waited_for(prove, tmp_path: Pat
     assert not living(left)
 
 
-@IN_NEW_INTERPRETERS
+@WITH_ITS_OWN_SERVER
 def test_a_proof_in_the_worker_itself_is_ended_with_it(
     prove, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,7 +138,7 @@ for fd in map(int, os.listdir("/proc/self/fd")):
 """
 
 
-@IN_NEW_INTERPRETERS
+@WITH_ITS_OWN_SERVER
 def test_an_answer_out_of_order_is_none(prove) -> None:
     proved = prove(files={"megatron/core/thing.py": made.THING + _FORGED})
     assert proved.proof == "failed" and "not the expected one" in proved.detail
@@ -202,7 +202,7 @@ def test_a_proof_runs_in_a_stated_environment(
     assert not {"HOME", "NVTE_FUSED_ATTN"} & stored.environment.keys()
 
 
-@IN_NEW_INTERPRETERS
+@WITH_ITS_OWN_SERVER
 def test_a_proof_on_a_gpu_sees_it_and_is_no_fork(prove, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(needs, "_is_here", lambda need: True)

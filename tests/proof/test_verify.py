@@ -15,7 +15,7 @@ from cppmega.overlay import receipt
 from cppmega.overlay import verbs as overlay
 from cppmega.overlay.verbs import Session
 from cppmega.proof import verify, worker
-from tests.proof.proving import IN_NEW_INTERPRETERS, THING
+from tests.proof.proving import THING, WITH_ITS_OWN_SERVER
 from tests.support import made
 
 pytestmark = pytest.mark.slow
@@ -182,14 +182,14 @@ def act(node):
 """
 
 
-@IN_NEW_INTERPRETERS
+@WITH_ITS_OWN_SERVER
 def test_an_edit_that_depends_on_the_order_of_a_set(prove) -> None:
     """Twice the same in one process, and another text in the next one."""
     proved = prove(edit="act", more=_SETS)
     assert proved.proof == "failed" and "PYTHONHASHSEED" in proved.detail
 
 
-@IN_NEW_INTERPRETERS
+@WITH_ITS_OWN_SERVER
 def test_its_text_is_compared_where_its_proof_cannot_run(prove) -> None:
     patch = 'reached="forward", needs=("no_such_accelerator",)'
     proved = prove(edit="act", more=_SETS, patch=patch)

@@ -1,6 +1,6 @@
-"""The stand-in for `python` itself: it sends its command to the server of `tests.forkserver`.
+"""The stand-in for `python` itself: it sends its command to the server of `fork_server`.
 
-The tests run it some hundred times, so it imports little: an order is text that `repr` writes.
+It is started for every command, so it imports little: an order is text that `repr` writes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,12 @@ import socket
 import sys
 
 
-def ask(path: str, arguments: list[str]) -> None:
+def path_in(folder: int) -> str:
+    """The socket in an open folder. The path of a socket may not be long; this one is not."""
+    return f"/proc/self/fd/{folder}/socket"
+
+
+def ask(folder: str, arguments: list[str]) -> None:
     """Have a command run, and end as it ends."""
     files = inherited()
     order = {
@@ -20,7 +25,7 @@ def ask(path: str, arguments: list[str]) -> None:
         "files": files,
     }
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(path)
+        connection.connect(path_in(os.open(folder, os.O_PATH)))
         socket.send_fds(connection, [b"files"], files)
         connection.sendall(ascii(order).encode() + b"\n")
         code = int(connection.recv(16) or b"1")
@@ -56,4 +61,5 @@ def die(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-ask(sys.argv[1], sys.argv[2:])
+if __name__ == "__main__":
+    ask(sys.argv[1], sys.argv[2:])
