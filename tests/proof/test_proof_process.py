@@ -46,7 +46,6 @@ _UNPATCHED = "from megatron.core.thing import double\nif double(2) != 4:\n    "
         ("import os; os._exit(0)", "status 0"),
         ("import os; os._exit(1)", "status 1"),
         ("import os; os.kill(os.getpid(), 9)", "signal 9"),
-        ("import no_such_package", "no_such_package"),
     ],
 )
 def test_an_end_of_the_process_is_no_failed_proof(prove, act: str, said: str) -> None:
