@@ -5,7 +5,7 @@ run without the runtime patches. The environment's own sitecustomize, if there i
 
 A Python of another environment, such as that of a system's tool, may be of any version, and may
 lack what the guard needs: it finds its path and its stderr as if this file did not exist. So this
-file is valid for Python 2, too.
+file is valid for Python 2, too. Its environment stays: a Python of the run that it starts joins.
 """
 
 import os
@@ -24,9 +24,14 @@ def _is_of_the_run():
     return os.environ.get(_VARIABLE) == own
 
 
+def _others():
+    # type: () -> list[str]
+    return [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]  # noqa: PTH100
+
+
 def _run_the_next_one():
     # type: () -> None
-    others = [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]  # noqa: PTH100
+    others = _others()
     if sys.version_info[0] == 2:  # noqa: UP036
         imp = __import__("imp")
         try:
@@ -60,3 +65,5 @@ try:
 finally:  # Python reports what that one raises, after this process has joined
     if _is_of_the_run():
         _join()
+    else:
+        sys.path[:] = _others()
