@@ -15,13 +15,13 @@ from cppmega.guard.session import (
     after_first_step,
     before_first_step,
     finish,
-    log_step,
     no_step_because,
     recheck,
     refuse,
     start,
     steps,
 )
+from cppmega.guard.step_log import log_step
 
 __all__ = [
     "active",

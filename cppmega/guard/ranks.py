@@ -43,6 +43,12 @@ def rank() -> int:
     return group.get_rank() if group else int(os.environ.get("RANK", "0"))
 
 
+def is_last() -> bool:
+    """Whether this is the last rank, which prints what Megatron's loop logs."""
+    group = distributed()
+    return group is None or group.get_rank() == group.get_world_size() - 1
+
+
 def where() -> str:
     """`host NAME, rank N`, as messages name this process."""
     return f"host {socket.gethostname()}, rank {rank()}"

@@ -23,7 +23,6 @@ from cppmega.errors import CppmegaError
 from cppmega.guard import (
     agreement,
     children,
-    end_record,
     files,
     import_hook,
     imports,
@@ -33,6 +32,7 @@ from cppmega.guard import (
     reached,
     reached_marks,
     rules,
+    step_log,
     swaps,
 )
 from cppmega.guard.held import Guard
@@ -44,7 +44,6 @@ from cppmega.overlay.plan import Plan
 from cppmega.overlay.receipt import Receipt
 from cppmega.overlay.verbs import Session
 from cppmega.rules import given
-from cppmega.runs import metrics
 
 T = TypeVar("T")
 
@@ -337,20 +336,6 @@ def _say(text: str) -> None:
             print(text, file=sys.stderr, flush=True)
 
 
-def log_step(step: int, **values: Any) -> None:
-    """Log a step of a custom loop for `cppmega runs`, `compare` and their plots.
-
-    Only the first rank of a launch logs; a loop that nothing has launched logs nothing.
-
-    Args:
-        step: its number, from 1.
-        values: fields of `metrics.LoggedStep`, such as `loss`, `grad_norm` and `seconds`.
-    """
-    node = end_record.node_of_this_rank() if ranks.rank() == 0 else None
-    if node is not None:
-        metrics.append(node.run.metrics, metrics.LoggedStep(step=step, **values))
-
-
 def no_step_because(reason: str) -> None:
     """Declare that this process takes no step; the reason is printed when it ends."""
     if _GUARD is not None:
@@ -395,6 +380,7 @@ def _watch_megatron() -> None:
         # train() looks these names up in its own module, so replacing them there is enough.
         for name, (before, after) in around.items():
             imports.replace(module, name, _around(getattr(module, name), before, after))
+        step_log.watch(module)
 
     import_hook.add(import_hook.Hook(import_hook.named(_TRAINING), after=wrap))
 

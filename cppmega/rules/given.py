@@ -39,7 +39,8 @@ _WHOLE = ("micro_batch_size", "num_layers", "optimizer", "train_iters", "transfo
 """Arguments by which the whole namespace of Megatron's parser is recognized."""
 _IN_NO_CONFIG = {
     *("async_save", "async_strategy", "dist_ckpt_optim_fully_reshardable"),
-    *("dataloader_inter_document_masking", "sft", "use_persistent_ckpt_worker"),
+    *("dataloader_inter_document_masking", "moe_use_upcycling", "sft"),
+    "use_persistent_ckpt_worker",
 }
 """Arguments that pages ask for and that no configuration has: a dict has to state them."""
 

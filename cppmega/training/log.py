@@ -6,7 +6,6 @@ second, and, for mock data and for a cut model, a mark that neither a reader nor
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from msgspec import UNSET, UnsetType
 
 from cppmega.recipe import Recipe
 from cppmega.recipe.arithmetic import flops
+from cppmega.runs import megatron_line
 from cppmega.runs import metrics as run_metrics
 from cppmega.runs.metrics import LoggedStep, Start
 from cppmega.runs.spikes import Spikes
@@ -23,10 +23,6 @@ from cppmega.training.nonfinite import check_step
 MOCK = "MOCK DATA"
 CUT = "CUT MODEL"
 PROFILED = "PROFILED"
-_STEP = re.compile(r"iteration\s+(\d+)/\s*(\d+)\s*\|")
-_VALUE = re.compile(r"\|?\s*([A-Za-z][^|:]*?)\s*(?:\([^|)]*\))?:\s+([-+.\dEe]+|nan|inf)\s*\|")
-_ELAPSED = "elapsed time per iteration"
-_REPORTED = "throughput per GPU"
 
 
 class TrainingStart(Start, frozen=True, kw_only=True):
@@ -111,25 +107,24 @@ class Log:
 
     def read(self, message: str) -> TrainingStep | None:
         """Read a step's line; None for any other message."""
-        step = _STEP.search(message)
-        values = {key.strip(): float(value) for key, value in _VALUE.findall(message)}
-        if step is None or not values.get(_ELAPSED):
+        tokens = self.recipe.global_batch_size * self.recipe.seq_length
+        found = megatron_line.read(message, tokens)
+        if found is None:
             return None
-        seconds = values[_ELAPSED] / 1000
-        tokens = self.recipe.global_batch_size * self.recipe.seq_length / seconds
-        work = flops(self.recipe, self._squares()) * tokens / self.world_size
+        step, values = found
+        work = flops(self.recipe, self._squares()) * tokens / step.seconds / self.world_size
         return TrainingStep(
-            step=int(step[1]),
-            seconds=seconds,
-            tokens_per_second=tokens,
+            step=step.step,
+            seconds=step.seconds,
+            tokens_per_second=step.tokens_per_second,
+            loss=step.loss,
+            grad_norm=step.grad_norm,
+            losses=step.losses,
             tflops_per_gpu=work / 1e12,
-            tflops_per_gpu_by_megatron=values.get(_REPORTED),
+            tflops_per_gpu_by_megatron=values.get(megatron_line.THROUGHPUT),
             peak_gib=self._peak(),
             graph_pool_gib=self._graph_pools(),
             expert_load=self._load(),
-            loss=values.get("lm loss"),
-            grad_norm=values.get("grad norm"),
-            losses={key: value for key, value in values.items() if key.endswith("loss")},
             mock_data=self.mock,
             profiled=self._profiled(),
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 from cppmega.catalogue.megatron_args import has_experts, has_mtp, layer_pattern, uses_fsdp
 from cppmega.rules import given
 from tests import forkserver
-from tests.support import PATIENCE, REPOSITORY, environment, patched
+from tests.support import PATIENCE, REPOSITORY, environment, pages, patched, pristine
 
 EXAMPLE = REPOSITORY / "examples" / "own_loop" / "train.py"
 MARKED = "guard.steps(batches(steps), model.config, ddp.ddp_config, torch_only)"
@@ -139,3 +141,46 @@ def test_the_way_to_give_what_is_missing_is_named(release: None) -> None:
     assert how == (
         "the loop's TransformerConfig, the loop's DistributedDataParallelConfig, {\"sft\": ...}"
     )
+
+
+class Asked:
+    """Arguments of which some are given, and which remembers what it was asked for."""
+
+    def __init__(self, given: dict[str, object]) -> None:
+        self.given, self.names = given, set[str]()
+
+    def __getattr__(self, name: str) -> object:
+        self.names.add(name)
+        if name not in self.given:
+            raise AttributeError(name)
+        return self.given[name]
+
+
+USED = {
+    **dict.fromkeys(("bf16", "fp8", "use_distributed_optimizer", "async_save", "sft"), True),
+    **dict.fromkeys(("cross_entropy_loss_fusion", "te_rng_tracker"), True),
+    **{"experimental_attention_variant": "dsa", "hybrid_layer_pattern": "M*", "num_experts": 4},
+    **{"mtp_num_layers": 1, "recompute_granularity": "full", "cuda_graph_impl": "local"},
+}
+
+
+@pytest.mark.parametrize("version", ["0.18.2", "0.19.2"])
+def test_every_argument_that_pages_ask_for_can_be_given_by_a_loop(version: str) -> None:
+    """Of those that the release has: a new one is in a configuration, or in a table of `given`."""
+    asked = Asked({}), Asked(USED)
+    for page in pages().values():
+        for args in asked if page.patch.when is not None else ():
+            with contextlib.suppress(Exception):
+                page.patch.when(args)
+    core, training = (pristine(version) / "megatron" / part for part in ("core", "training"))
+    fields = {
+        line.partition(":")[0].strip()
+        for file in core.rglob("*config.py")
+        for line in file.read_text().splitlines()
+        if re.match(r"    \w+: ", line)
+    }
+    words = set(re.findall(r"\w+", "".join(file.read_text() for file in training.rglob("*.py"))))
+    tables = {*given._IN_NO_CONFIG, *given._SEEN, *given._OTHER_NAMES}
+    names = asked[0].names | asked[1].names
+    assert "num_experts" in names
+    assert sorted((names & words) - fields - tables) == []

@@ -5,17 +5,20 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cppmega.errors import CppmegaError
+from cppmega.guard import step_log
 from cppmega.launch import prepare as launch
 from cppmega.launch import script as launch_script
 from cppmega.runs import placeholders
-from cppmega.runs.folder import Run
+from cppmega.runs.folder import Node, Run
 from tests.guard.bench import Bench
 from tests.launch.test_resume import crashed
+from tests.runs import made as runs_made
 from tests.runs.made import asked
 from tests.support import PATIENCE, free_port, made, pristine
 
@@ -205,3 +208,40 @@ def test_a_script_begins_at_its_own_checkpoint_once_it_has_one(tmp_path: Path) -
     own.mkdir()
     (own / "latest_checkpointed_iteration.txt").write_text("3")
     assert placeholders.filled(words, tmp_path, old)[0] == str(own)
+
+
+LINE = (
+    " [2026-11-28 10:00:00] iteration       10/      50 | consumed samples:          640 | "
+    "elapsed time per iteration (ms): 500.0 | learning rate: 1.000000E-05 | global batch size: 64"
+    " | lm loss: 2.500000E+00 | loss scale: 1.0 | grad norm: 0.750 | number of skipped iterations: "
+    "  0 |"
+)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "rank", "logged"), [(False, 1, 1), (False, 0, 0), (True, 1, 0)]
+)
+def test_what_megatrons_loop_prints_is_logged_for_the_plots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainer: bool, rank: int, logged: int
+) -> None:
+    """The last rank logs; cppmega's trainer has a log of its own."""
+    line = ["-m", "cppmega.trainer" if trainer else "train.py"]
+    run = runs_made.make(tmp_path, "run", 1.0, torchrun=line)
+    monkeypatch.setattr(
+        step_log.end_record, "node_of_this_rank", lambda: Node(run.path / "nodes/0")
+    )
+    monkeypatch.setattr(step_log.ranks, "is_last", lambda: rank == 1)
+    variables = ModuleType("megatron.training.global_vars")
+    vars(variables)["get_args"] = lambda: SimpleNamespace(global_batch_size=64, seq_length=128)
+    monkeypatch.setitem(sys.modules, variables.__name__, variables)
+    training = ModuleType("megatron.training.training")
+    said: list[str] = []
+    vars(training)["print_rank_last"] = said.append
+    step_log.watch(training)
+    for message in ("-----", LINE):
+        training.print_rank_last(message)
+    assert said == ["-----", LINE]
+    assert len(run.steps()) == logged
+    for step in run.steps():
+        assert (step.step, step.loss, step.grad_norm, step.seconds) == (10, 2.5, 0.75, 0.5)
+        assert step.tokens_per_second == 64 * 128 / 0.5

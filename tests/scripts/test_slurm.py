@@ -41,10 +41,10 @@ PYTHON = """\
 if [ "$1" = -c ]; then exec "$REAL" "$@"; fi
 node=$WORK/$SLURM_NODEID
 printf '%s\\n' "$*" >> "$node.calls"
-case $3 in
-  preflight) [ ! -e "$node.refuses" ] ;;
-  status) cat "$node.status" ;;
-  launch) [ ! -e "$node.crashes" ] ;;
+case "$*" in
+  *" --dry-run "* | *" --dry-run") [ ! -e "$node.refuses" ] ;;
+  *" status "*) cat "$node.status" ;;
+  *" launch "*) [ ! -e "$node.crashes" ] ;;
 esac
 """
 
@@ -101,10 +101,17 @@ def test_each_node_is_checked_once_and_then_starts(cluster: Cluster) -> None:
     where = "--nnodes 2 --rdzv first:29500 --name mine-7 --runs /shared/runs"
     for node in (0, 1):
         assert cluster.calls(node) == [
-            f"preflight recipes/mine.py --nnodes 2 {words}",
+            f"launch recipes/mine.py {where} --dry-run {words}",
             "status --json --megatron /m",
             f"launch recipes/mine.py {where} {words}",
         ]
+
+
+def test_a_script_has_arguments_of_its_own(cluster: Cluster) -> None:
+    done = cluster.submit("train.py", "--nproc", "8", "--", "--megatron", "mine")
+    assert done.returncode == 0, done.stderr
+    assert cluster.calls(0)[1] == "status --json"
+    assert cluster.calls(0)[2].endswith("--nproc 8 -- --megatron mine")
 
 
 def test_a_node_that_refuses_keeps_all_from_starting(cluster: Cluster) -> None:
@@ -118,7 +125,8 @@ def test_nodes_with_different_overlays_do_not_start(cluster: Cluster) -> None:
     done = cluster.submit("smoke_cpu")
     assert done.returncode == 1 and "error: overlays-differ" in done.stderr
     assert "0: d1ce5" in done.stderr and "1: 0dd" in done.stderr
-    assert not any("launch" in call for node in (0, 1) for call in cluster.calls(node))
+    calls = [call for node in (0, 1) for call in cluster.calls(node)]
+    assert all("--dry-run" in call for call in calls if "launch" in call)
 
 
 def test_a_node_without_an_overlay_does_not_start(cluster: Cluster) -> None:
@@ -140,5 +148,5 @@ def test_a_run_that_fails_fails_the_job(cluster: Cluster) -> None:
 
 def test_without_a_recipe_it_says_how_it_is_used(cluster: Cluster) -> None:
     done = cluster.submit()
-    assert done.returncode == 2 and done.stderr.startswith("Train a recipe under Slurm.")
+    assert done.returncode == 2 and done.stderr.startswith("Train a recipe, or a script")
     assert "PYTHON=..." in done.stderr and "#SBATCH" not in done.stderr

@@ -1,0 +1,44 @@
+"""The logged steps of a launched script, for `cppmega runs`, `compare` and their plots."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from types import ModuleType
+from typing import Any
+
+from cppmega.guard import end_record, imports, ranks
+from cppmega.runs import megatron_line, metrics
+from cppmega.runs.metrics import LoggedStep
+
+
+def log_step(step: int, **values: Any) -> None:
+    """Log a step of a custom loop; only the first rank does, and only in a launch.
+
+    Args:
+        step: its number, from 1.
+        values: fields of `LoggedStep`, such as `loss`, `grad_norm` and `seconds`.
+    """
+    node = end_record.node_of_this_rank() if ranks.rank() == 0 else None
+    if node is not None:
+        metrics.append(node.run.metrics, LoggedStep(step=step, **values))
+
+
+def watch(training: ModuleType) -> None:
+    """Log what Megatron's loop prints about its steps; cppmega's trainer does so itself."""
+    node = end_record.node_of_this_rank()
+    if node is None or "cppmega.trainer" in node.run.outline.torchrun:
+        return
+    printed: Any = vars(training)["print_rank_last"]
+
+    @functools.wraps(printed)
+    def print_rank_last(message: str) -> None:
+        printed(message)
+        if not ranks.is_last():
+            return
+        args = importlib.import_module("megatron.training.global_vars").get_args()
+        found = megatron_line.read(message, args.global_batch_size * args.seq_length)
+        if found is not None:
+            metrics.append(node.run.metrics, found[0])
+
+    imports.replace(training, "print_rank_last", print_rank_last)
