@@ -113,24 +113,39 @@ def appending(text: str) -> NodeEdit:
     return edit
 
 
-def adding_argument(callee: str, argument: str, times: int = 1) -> NodeEdit:
-    """Append `name=value` to the calls of `callee` (`self.mtp`, `build_module`...)."""
+def adding_argument(
+    callee: str, argument: str, times: int = 1, *, before: str = "", after: str = ""
+) -> NodeEdit:
+    """Add an argument to the calls of `callee` (`self.mtp`, `build_module`...), by default last.
+
+    Args:
+        argument: `name=value`, or a value that is passed by its position.
+        times: how often `callee` must be called.
+        before: the argument, as it is written, or the name of the keyword that follows.
+        after: the one that precedes.
+    """
 
     def edit(node: cst.CSTNode) -> cst.CSTNode:
         from cppmega.rewriting import node_edits
 
-        swap = node_edits.ArgumentSwap(callee, argument)
+        swap = node_edits.ArgumentSwap(callee, argument, before, after)
         return node_edits.exactly(swap, node, f"{callee}(...)", times)
 
     return edit
 
 
-def adding_parameter(parameter: str) -> NodeEdit:
-    """Append a parameter with a default (`padding_mask=None`) to the target's signature."""
+def adding_parameter(parameter: str, *, before: str = "", after: str = "") -> NodeEdit:
+    """Add a parameter (`padding_mask=None`) to the target's signature, by default as the last.
+
+    Args:
+        before: the name of the parameter that follows.
+        after: the name of the one that precedes.
+    """
 
     def edit(node: cst.CSTNode) -> cst.CSTNode:
         from cppmega.rewriting import node_edits
 
-        return node_edits.with_parameter(node_edits.function(node), parameter)
+        target = node_edits.function(node)
+        return node_edits.with_parameter(target, parameter, before, after)
 
     return edit

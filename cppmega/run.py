@@ -62,7 +62,8 @@ class RunCommand:
     "wrappers",
     multiple=True,
     metavar="MODULE:QUALNAME",
-    help="Accept this wrapper around patched code; the run's log names it.",
+    help="Accept this wrapper around patched code, or all that match a pattern such as "
+    "'framework.*:*'; the run's log names each.",
 )
 @click.option(
     "--allow-fallback",

@@ -106,16 +106,25 @@ def arguments_options(command: F) -> F:
 
 _NEXT = re.compile(
     r"(python -m cppmega\.apply_patches|cppmega "
-    r"(?:apply|list|explain|status|diff|verify|revert|drift|pin|preflight|doctor))\b"
+    r"(?:(apply|status|diff|verify|revert|preflight|doctor)|list|explain|drift|pin))\b"
 )
+"""Commands that take `--patches`; those of the group, and the first one, take `--megatron` too."""
 
 
 def carrying(text: str, catalogues: Iterable[Path]) -> str:
-    """Add the user's catalogues to the commands in a text; without them, they see other patches."""
-    options = "".join(f" --patches {shlex.quote(str(folder))}" for folder in catalogues)
-    if not options or " --patches" in text:
-        return text
-    return _NEXT.sub(lambda command: command[0] + options, text)
+    """Add the user's catalogues and tree to the commands in a text, which would see others."""
+    context = click.get_current_context(silent=True)
+    root = context.params.get("root") if context is not None else None
+    patches = "".join(f" --patches {shlex.quote(str(folder))}" for folder in catalogues)
+    patches *= " --patches" not in text
+    tree = f" --megatron {shlex.quote(str(root))}" if isinstance(root, Path) else ""
+    tree *= " --megatron" not in text
+
+    def carried(command: re.Match[str]) -> str:
+        of_a_tree = command[2] or command[1].startswith("python")
+        return command[1] + patches + (tree if of_a_tree else "")
+
+    return _NEXT.sub(carried, text)
 
 
 def patches_option(command: F) -> F:

@@ -160,10 +160,14 @@ def doctor(
     from cppmega.preflight import machine
     from cppmega.preflight.context import Context
     from cppmega.runs import folder as run_folder
+    from cppmega.tree.installed import Tree
 
     runs = run_folder.root()
     here = machine.inspect(runs)
     context = Context(root=root, catalogues=patches or None, folder=runs, deep=deep)
+    if root is not None:  # in place of the installed one
+        packages = {**here.packages, "megatron-core": f"{Tree(root).version} in {root}"}
+        here = msgspec.structs.replace(here, packages=packages)
     if not as_json:
         for line in table(map(Row, machine.described(here)), widths=(cli_findings.STATE_WIDTH,)):
             click.echo(line)

@@ -1,6 +1,7 @@
 """Wrappers that the owner of a run has allowed: `cppmega.run --allow-wrapper MODULE:QUALNAME`.
 
-Each one that is encountered is recorded with the name that it wraps, for the run's log.
+A pattern such as `framework.*:*` allows all that it matches. Each one that is encountered is
+recorded with the name that it wraps, for the run's log.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import types
+from fnmatch import fnmatchcase
 from typing import Any
 
 from cppmega.guard.objects import MISSING
@@ -26,7 +28,7 @@ def allow(keys: tuple[str, ...]) -> None:
 def is_allowed(thing: Any, name: str) -> bool:
     """Whether the wrapper that a name means is allowed; if so, it is recorded."""
     wanted = key(thing)
-    if not wanted or wanted not in env.ALLOW_WRAPPER.read():
+    if not wanted or not any(fnmatchcase(wanted, one) for one in env.ALLOW_WRAPPER.read()):
         return False
     _MET[name] = wanted
     return True

@@ -244,30 +244,47 @@ def _refuse_orphans(plan: Plan, restored: Container[str]) -> None:
 
 
 def diff(session: Session, name: str | None, environment: Mapping[str, str]) -> str:
-    """Unified diff from the pristine text to the text with every active page, or with one page."""
+    """Unified diff from the pristine text to the text with every active page, or with one page.
+
+    A file that others have edited is shown as it is, since no page can be applied to it.
+    """
     excluded: dict[str, str] | None = None
     if name is not None:
         catalogue.get(session.pages, name)
         excluded = dict.fromkeys(set(session.pages) - {name}, "not shown")
     plan = session.plan(excluded, environment)
-    _refuse(plan, [v for v in plan.failures if name in (None, v.name)])
+    failures = [v for v in plan.failures if name in (None, v.name)]
+    texts = {path: rewritten(plan, path).data for path, work in plan.work.items() if work.edits}
+    for path, view in plan.views.items():
+        edited = any(v.state == "foreign" and path in _files(session.pages, v) for v in failures)
+        if edited and view.foreign and view.pristine is not None:
+            session.say(f"{path}: edited by others; {restoring(plan.tree, view)} restores it")
+            texts[path] = view.current or b""
+    _refuse(plan, [v for v in failures if not _files(session.pages, v) & texts.keys()])
     if name is not None and plan.verdicts[name].state not in NEEDED:
         session.say(f"{name} is {plan.verdicts[name].state}: {plan.verdicts[name].detail}")
     pieces: list[str] = []
-    for path, work in plan.work.items():
+    for path, data in sorted(texts.items()):
         pristine = plan.views[path].pristine
         assert pristine is not None
-        data = rewritten(plan, path).data
-        if work.edits:
-            pieces.extend(
-                difflib.unified_diff(
-                    pristine.decode(errors="replace").splitlines(keepends=True),
-                    data.decode(errors="replace").splitlines(keepends=True),
-                    f"a/{path}",
-                    f"b/{path}",
-                )
+        pieces.extend(
+            difflib.unified_diff(
+                pristine.decode(errors="replace").splitlines(keepends=True),
+                data.decode(errors="replace").splitlines(keepends=True),
+                f"a/{path}",
+                f"b/{path}",
             )
+        )
     return "".join(pieces)
+
+
+def _files(pages: Mapping[str, Page], foreign: Verdict) -> set[str]:
+    """Return the files that others may have edited, by a verdict; none if it says nothing of it."""
+    return (
+        {edit.path for edit in pages[foreign.name].patch.edits}
+        if foreign.state == "foreign" and foreign.name in pages
+        else set()
+    )
 
 
 def _refuse(plan: Plan, failures: Sequence[Verdict]) -> None:

@@ -10,14 +10,15 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cppmega.catalogue.loader import BUILTIN
 from cppmega.errors import CppmegaError
 from cppmega.overlay import receipt, transaction
-from cppmega.overlay.plan import Plan
+from cppmega.overlay.plan import Plan, comes_after
 from cppmega.overlay.receipt import ProvedPage
 from cppmega.overlay.verbs import Session
 from cppmega.overlay.verdict import DONE, NEEDED, Proof, Verdict
@@ -88,7 +89,8 @@ def verify(
     for name in names:
         gate = session.pages[name].patch.gate if name in session.pages else None
         gates |= {gate: "1"} if gate else {}
-    plan = session.plan({} if names else None, {**os.environ, **gates})
+    excluded = _unconcerned(session.pages, names, loaded.receipt.pages) if names else None
+    plan = session.plan(excluded, {**os.environ, **gates})
     pages, retired = _chosen(plan, names), _retired(plan, names)
     missing = {page.name: missing_needs(page.patch.needs) for page in [*pages, *retired]}
     runnable = [page for page in pages if not missing[page.name]]
@@ -158,6 +160,19 @@ def live(session: Session, plan: Plan) -> dict[str, ProofRun]:
     """
     pages = [page for page in _chosen(plan, ()) if not missing_needs(page.patch.needs)]
     return dict(_Proving(plan.tree.root, "patched", plan, pages, session.say).answers())
+
+
+def _unconcerned(
+    pages: Mapping[str, Page], names: Sequence[str], applied: Collection[str]
+) -> dict[str, str]:
+    """Return the user's own pages that may be unfinished: neither named, applied nor expected."""
+    return {
+        name: "not verified now"
+        for name, page in pages.items()
+        if page.catalogue != BUILTIN
+        and name not in {*names, *applied}
+        and not any(comes_after(pages, one, name) for one in names if one in pages)
+    }
 
 
 def _chosen(plan: Plan, names: Sequence[str]) -> list[Page]:

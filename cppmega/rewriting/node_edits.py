@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import operator
+import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
@@ -326,10 +328,51 @@ def exactly(swap: Swap, node: cst.CSTNode, what: str, times: int) -> cst.CSTNode
     """Apply a swap, which must match exactly as often as the page declares."""
     done = swapped(node, swap)
     if swap.found != times:
-        raise mismatch(f"`{what}` occurs {swap.found} times, but the page declares {times}")
+        near = "" if swap.found else _nearest(node, what)
+        raise mismatch(f"`{what}` occurs {swap.found} times, but the page declares {times}{near}")
     if isinstance(swap, ExpressionSwap):
         swap.check(node, done)
     return cast(cst.CSTNode, done)
+
+
+def _nearest(node: cst.CSTNode, what: str) -> str:
+    """Name the code that is most like the first line that is missing, and what differs."""
+    lines = [line.strip() for line in codegen.text(node).splitlines()]
+    missing = [line.strip() for line in what.splitlines()]
+    missing = [wanted for wanted in missing if not any(wanted in line for line in lines)]
+    if not missing:
+        return "; its lines are there, but not as one piece of code" if "\n" in what else ""
+    matches = difflib.get_close_matches(missing[0], [*lines, *_pieces(node)], 1)
+    if not matches:
+        return ""
+    old, new = ([*_TOKEN.findall(text)] for text in (missing[0], matches[0]))
+    parts = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+    changes = [
+        ("".join(old[i:j]), "".join(new[k:m])) for how, i, j, k, m in parts if how != "equal"
+    ]
+    differs = ", ".join(
+        f"`{there.strip()}` instead of `{wanted.strip()}`"
+        if wanted.strip() and there.strip()
+        else f"`{there.strip()}` added"
+        if there.strip()
+        else f"no `{wanted.strip()}`"
+        for wanted, there in changes
+        if wanted.strip() or there.strip()
+    )
+    return f"; the nearest is `{matches[0]}`, with {differs}" if differs else ""
+
+
+_TOKEN = re.compile(r"\w+|\s+|[^\w\s]")
+
+
+def _pieces(node: cst.CSTNode) -> Iterator[str]:
+    """Yield the texts of the arguments and expressions of a node that fit on one line."""
+    for child in node.children:
+        if isinstance(child, cst.Arg | cst.BaseExpression):
+            text = cst.Module([]).code_for_node(child).strip().rstrip(", ")
+            if "\n" not in text:
+                yield text
+        yield from _pieces(child)
 
 
 def below(node: cst.CSTNode, symbol: str) -> cst.CSTNode:
@@ -379,17 +422,38 @@ def with_last(target: cst.CSTNode, added: Sequence[cst.BaseStatement]) -> cst.CS
     return target.with_changes(body=body.with_changes(body=[*body.body, *added]))
 
 
-def with_parameter(target: cst.FunctionDef, parameter: str) -> cst.FunctionDef:
-    """Append a parameter to the signature of the target."""
+def with_parameter(
+    target: cst.FunctionDef, parameter: str, before: str = "", after: str = ""
+) -> cst.FunctionDef:
+    """Add a parameter to the signature of the target, at the end or next to another one."""
     added = cast(cst.FunctionDef, cst.parse_statement(f"def f({parameter}): ...")).params.params
     place = "kwonly_params" if target.params.kwonly_params else "params"
+    at = len(getattr(target.params, place))
+    if wanted := before or after:
+        names = {
+            one: [param.name.value for param in getattr(target.params, one)]
+            for one in ("posonly_params", "params", "kwonly_params")
+        }
+        place = next((one for one in names if wanted in names[one]), "")
+        if not place:
+            known = [name for group in names.values() for name in group]
+            raise mismatch(f"it has no parameter `{wanted}`; it has {', '.join(known)}")
+        at = names[place].index(wanted) + bool(after)
     kept = list(getattr(target.params, place))
-    if kept:
-        kept[-1] = kept[-1].with_changes(
-            comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")),
-            whitespace_after_param=cst.SimpleWhitespace(""),
-        )
-    return target.with_changes(params=target.params.with_changes(**{place: [*kept, *added]}))
+    return target.with_changes(
+        params=target.params.with_changes(**{place: _joined(kept, added, at, "param")})
+    )
+
+
+def _joined(kept: Sequence[Any], added: Sequence[Any], at: int, kind: str) -> list[Any]:
+    """Insert into a list with commas; the last item of the result keeps what was there."""
+    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    apart = {"comma": comma, f"whitespace_after_{kind}": cst.SimpleWhitespace("")}
+    if at < len(kept):
+        added = [one.with_changes(**apart) for one in added]
+    elif kept:
+        kept = [*kept[:-1], kept[-1].with_changes(**apart)]
+    return [*kept[:at], *added, *kept[at:]]
 
 
 def swap_for(old: str, new: str) -> Swap:
@@ -438,12 +502,13 @@ def replaced(old: str, new: str, node: cst.CSTNode, times: int) -> cst.CSTNode:
 
 
 class ArgumentSwap(Swap):
-    """Appends an argument to every call of one callee."""
+    """Adds an argument to every call of one callee, at the end or next to another argument."""
 
-    def __init__(self, callee: str, argument: str) -> None:
+    def __init__(self, callee: str, argument: str, before: str = "", after: str = "") -> None:
         self.callee: Any = cst.parse_expression(callee)
         self.shape = shape(self.callee)
         self.added = cast(cst.Call, cst.parse_expression(f"f({argument})")).args
+        self.beside, self.follows = before or after, bool(after)
 
     def leave(self, before: Any, now: Any, place: str) -> Any:
         if not isinstance(before, cst.Call) or gist(before.func) != gist(self.callee):
@@ -451,10 +516,17 @@ class ArgumentSwap(Swap):
         if shape(before.func) != self.shape:
             return now
         self.found += 1
-        arguments = list(now.args)
-        if arguments:
-            arguments[-1] = arguments[-1].with_changes(
-                comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")),
-                whitespace_after_arg=cst.SimpleWhitespace(""),
+        at = self._place(now) if self.beside else len(now.args)
+        return now.with_changes(args=_joined(now.args, self.added, at, "arg"))
+
+    def _place(self, call: cst.Call) -> int:
+        names = [
+            arg.keyword.value if arg.keyword else codegen.text(arg.value).strip()
+            for arg in call.args
+        ]
+        if names.count(self.beside) != 1:
+            raise mismatch(
+                f"a call of `{codegen.text(self.callee).strip()}` has {names.count(self.beside)} "
+                f"arguments `{self.beside}`; it has {', '.join(names)}"
             )
-        return now.with_changes(args=[*arguments, *self.added])
+        return names.index(self.beside) + self.follows

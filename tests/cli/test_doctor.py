@@ -45,6 +45,7 @@ def test_a_healthy_machine_without_a_gpu_is_fine(
     assert code == 0, out
     rows = dict(line.split(maxsplit=1) for line in out.splitlines())
     assert rows["gpu"].startswith("none: this machine has no NVIDIA device")
+    assert f"megatron-core 1.0 in {lab.root}" in rows["packages"]
     assert sys.executable in rows["python"] and "free" in rows["disk"]
     assert "need a recipe or a GPU" in rows["not-applicable"] and "folders" in out
 

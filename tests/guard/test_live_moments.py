@@ -276,7 +276,7 @@ def test_a_vouched_wrapper_is_named_in_the_log(trainer: Bench) -> None:
     key = "__main__:timed.<locals>.<lambda>"
     code, _, err = answer(trainer, textwrap.dedent(text))
     assert code == 1 and f"--allow-wrapper {key}" in err
-    code, _, err = answer(trainer, textwrap.dedent(text), CPPMEGA_ALLOW_WRAPPER=key)
+    code, _, err = answer(trainer, textwrap.dedent(text), CPPMEGA_ALLOW_WRAPPER="__main__:timed*")
     assert code == 0 and f"vouched wrappers: double by {key}" in err
     words = ["--megatron", str(trainer.folder / "root"), str(trainer.folder / "script.py")]
     done = subprocess.run(

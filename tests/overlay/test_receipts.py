@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from cppmega.cli.group import carrying
@@ -225,3 +226,15 @@ def test_next_commands_carry_the_catalogues(lab: Lab, tmp_path: Path) -> None:
 def test_where_the_option_goes(text: str, carried: str) -> None:
     assert carrying(text, [Path("D")]).startswith(carried)
     assert carrying(text, []) == text
+
+
+def test_next_commands_are_about_the_tree_that_was_given() -> None:
+    with click.Context(click.Command("status"), info_name="status") as context:
+        context.params = {"root": Path("R")}
+        assert carrying("cppmega status; cppmega list", []) == (
+            "cppmega status --megatron R; cppmega list"
+        )
+        assert carrying("cppmega verify x", [Path("D")]) == (
+            "cppmega verify --patches D --megatron R x"
+        )
+        assert carrying("cppmega diff --megatron S", []) == "cppmega diff --megatron S"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from cppmega.overlay import verbs as overlay
 from tests.support.git import commit_all
 from tests.support.lab import FILES, TARGET, A, B, Lab
 from tests.support.made import dist_info, edit_text, pin, write
@@ -62,6 +63,21 @@ def test_a_known_target_in_an_edited_file_is_foreign(lab: Lab, old: bytes, new: 
     lab.change(A, old, new)
     verdict = lab.refused()
     assert verdict.state == "foreign" and A in verdict.detail
+
+
+def test_a_foreign_edit_is_in_the_diff(lab: Lab) -> None:
+    lab.wheel()
+    lab.page()
+    lab.page("other", f"{B}:single", 'replacing("return x", "return 1 * x")')
+    lab.apply()
+    lab.change(A, b"LIMIT = 1", b"LIMIT=2")
+    said: list[str] = []
+    session = lab.session()
+    session.say = said.append
+    shown = overlay.diff(session, None, {})
+    assert "+LIMIT=2" in shown and "+    return 1 * x" in shown
+    assert len(said) == 1 and said[0].startswith(f"{A}: edited by others; cp ")
+    assert "+LIMIT=2" in overlay.diff(lab.session(), lab.page().stem, {})
 
 
 def test_comment_does_not_matter_where_nobody_vouches(lab: Lab) -> None:

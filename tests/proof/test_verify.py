@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from cppmega.catalogue import loader as catalogue
 from cppmega.errors import CppmegaError
 from cppmega.overlay import receipt
 from cppmega.overlay import verbs as overlay
@@ -164,6 +165,22 @@ def test_a_drifted_page_fails_here_too(prove, tmp_path: Path) -> None:
     assert one.proof == "passed"
     with pytest.raises(CppmegaError, match="drifted"):
         verify.verify(session, ["other"])
+
+
+def test_an_unfinished_page_of_the_folder_stops_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: str
+) -> None:
+    """Unless it is named itself, or the named page comes after it."""
+    shipped, own = tmp_path / "shipped", tmp_path / "own"
+    monkeypatch.setattr(catalogue, "builtin_folder", lambda: shipped)
+    made.page(shipped, "half_halves", target=f"{THING}:half", edit='replacing("2", "4")')
+    made.page(own)
+    made.page(own, "unfinished", edit='replacing("TODO", "0")', patch='reached="never"')
+    root = made.tree(tmp_path / "root")
+    (one,) = verify.verify(Session(root, [own]), ["double_doubles"])
+    assert one.proof == "passed"
+    with pytest.raises(CppmegaError, match="unfinished"):
+        verify.verify(Session(root, [own]), ["unfinished"])
 
 
 def test_a_changed_page_makes_a_recorded_proof_stale(prove, tmp_path: Path) -> None:

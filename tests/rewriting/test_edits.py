@@ -131,6 +131,53 @@ def test_inserting_and_adding() -> None:
     assert "g(x, k=k)" in edited(text, both)
 
 
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (
+            replacing("g(x, True)", "0"),
+            "the nearest is `g(x, False)`, with `False` instead of `True`",
+        ),
+        (replacing("keep=1", "keep=2"), "the nearest is `keep=3`, with `3` instead of `1`"),
+        (
+            inserting("pass", before="if x is not None:"),
+            "the nearest is `if x is None:`, with no `not`",
+        ),
+        (inserting("pass", after="y = g(x)"), "`y = g(x, False)`, with `, False` added"),
+        (inserting("pass", before="y = g(x, False)\nh(keep=3)"), "not as one piece of code"),
+        (replacing("unlike(anything)", "0"), "the page declares 1."),
+    ],
+)
+def test_a_mismatch_names_the_nearest(edit: Any, said: str) -> None:
+    text = "g = h = print\ndef f(x):\n    y = g(x, False)\n    if x is None:\n        h(keep=3)\n"
+    assert said in fails("edit-mismatch", text, edit).what
+
+
+@pytest.mark.parametrize(
+    ("edit", "line"),
+    [
+        (adding_parameter("p=0", before="y"), "def f(x, p=0, y=1, *, z):"),
+        (adding_parameter("p=0", after="y"), "def f(x, y=1, p=0, *, z):"),
+        (adding_parameter("p", before="x"), "def f(p, x, y=1, *, z):"),
+        (adding_parameter("p", before="z"), "def f(x, y=1, *, p, z):"),
+        (adding_parameter("p", after="z"), "def f(x, y=1, *, z, p):"),
+        (adding_argument("g", "p", before="x"), "    return g(p, x, y=y)"),
+        (adding_argument("g", "p", after="x"), "    return g(x, p, y=y)"),
+        (adding_argument("g", "p=0", before="y"), "    return g(x, p=0, y=y)"),
+        (adding_argument("g", "p=0", after="y"), "    return g(x, y=y, p=0)"),
+    ],
+)
+def test_a_place_among_parameters_and_arguments(edit: Any, line: str) -> None:
+    text = "g = p = print\ndef f(x, y=1, *, z):\n    return g(x, y=y)\n"
+    assert line in edited(text, edit).splitlines()
+
+
+def test_a_place_that_is_not_there() -> None:
+    text = "g = print\ndef f(x):\n    return g(x, y=x)\n"
+    assert "it has x" in fails("edit-mismatch", text, adding_parameter("p=0", before="q")).what
+    assert "it has x, y" in fails("edit-mismatch", text, adding_argument("g", "1", after="q")).what
+
+
 def test_parameters_keep_their_kinds() -> None:
     assert "(x, *, y, k=1)" in edited("def f(x, *, y):\n    pass\n", adding_parameter("k=1"))
     many = "def f(\n    x,\n    y=2,\n):\n    pass\n"
