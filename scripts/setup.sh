@@ -24,7 +24,7 @@ find_python() {
   done
   say "error: no-python"
   say "  what: none of uv, python3.12, python3 and pyenv's versions starts Python 3.12 with venv."
-  say "  why:  megatron-core >= 0.17 ships wheels for Python 3.12 only."
+  say "  why:  CI tests Python 3.12; megatron-core >= 0.17 has wheels for 3.12 and 3.13 only."
   say "  next: install one (uv python install 3.12, or pyenv install 3.12) and run this again"
   return 1
 }

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from importlib import metadata
 
 from packaging.requirements import InvalidRequirement, Requirement
+from packaging.version import Version
 
 from cppmega.host.importable import folder_of
 
@@ -55,8 +56,14 @@ def demands() -> Iterator[tuple[str, Requirement, str]]:
                 continue
             other = wanted.name.lower().replace("_", "-")
             found = version(other) if other in NAMES else None
-            if found is not None and not wanted.specifier.contains(found, prereleases=True):
+            if found is not None and not wanted.specifier.contains(_of(found), prereleases=True):
                 yield name, wanted, found
+
+
+def _of(found: str) -> str:
+    """The release that a vendor's build is of: NGC's torch 2.6.0a0+nv25 counts as 2.6.0."""
+    version = Version(found)
+    return version.base_version if version.is_prerelease and version.local else found
 
 
 def _requires(name: str) -> list[str]:

@@ -161,6 +161,7 @@ RULES: tuple[Rule, ...] = (
         "shared memory that is still in use (https://github.com/tile-ai/tilelang/pull/2204), "
         "and Megatron builds the backward kernel of its sparse attention with that merging.",
         why="Gradients can be wrong without an error.",
-        cure="pip install 'tilelang>=0.1.11', or tilelang==0.1.8, which mamba-ssm demands",
+        # 0.1.11 and 0.1.12 may repeat a bound atomic addition.
+        cure="pip install 'tilelang>=0.1.13', or tilelang==0.1.8, which mamba-ssm demands",
     ),
 )

@@ -1,4 +1,4 @@
-"""Lets Triton 3.6 interpret loops under numpy 2.5, and faster; import it where it interprets.
+"""Lets Triton interpret loops under numpy 2.5, and faster; import it where it interprets.
 
 The interpreter turns loop bounds into integers by `int(array)`, which numpy refuses since 2.5
 unless the array has no dimension; the bounds are arrays of one element.
@@ -17,14 +17,20 @@ from triton.runtime import interpreter
 
 _released = interpreter._patch_lang_tensor
 _replace = interpreter._patch_lang
-_restore = interpreter._LangPatchScope.restore
 _replaced: set[int] = set()
 """The namespaces of functions whose operations are replaced, until the kernel ends."""
 
 
-def _patched(tensor: Any, scope: Any) -> None:
-    _released(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+def _patched(tensor: Any, *scope: Any) -> None:
+    _released(tensor, *scope)
+    if scope:
+        scope[0].set_attr(tensor, "__index__", _index)
+    else:
+        tensor.__index__ = _index
+
+
+def _index(tensor: Any) -> int:
+    return int(tensor.handle.data.item())
 
 
 def _replaced_once(function: Any) -> Any:
@@ -33,11 +39,6 @@ def _replaced_once(function: Any) -> Any:
         return interpreter._LangPatchScope()
     _replaced.add(namespace)
     return _replace(function)
-
-
-def _restored(scope: Any) -> None:
-    _replaced.clear()
-    _restore(scope)
 
 
 _type_in_numpy = interpreter._get_np_dtype
@@ -77,5 +78,12 @@ interpreter._get_np_dtype = _known_in_numpy
 tl.block_type.__init__ = _known_block_type
 tl.tensor.__init__ = _known_tensor
 interpreter._patch_lang_tensor = _patched
-interpreter._patch_lang = _replaced_once
-interpreter._LangPatchScope.restore = _restored
+if hasattr(interpreter, "_LangPatchScope"):  # from 3.5 on; before, nothing is restored
+    _restore = interpreter._LangPatchScope.restore
+
+    def _restored(scope: Any) -> None:
+        _replaced.clear()
+        _restore(scope)
+
+    interpreter._patch_lang = _replaced_once
+    interpreter._LangPatchScope.restore = _restored

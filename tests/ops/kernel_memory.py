@@ -86,6 +86,8 @@ def shared_memory(kernel: Any, given: dict[str, Any], arch: int) -> int:
 
     Asserts that no fp32 product is computed in tf32, which no kernel here intends.
     """
+    if not hasattr(kernel, "is_gluon"):
+        pytest.skip("asks the passes of Triton 3.4 and later")
     from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import make_backend

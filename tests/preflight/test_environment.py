@@ -185,6 +185,42 @@ def test_pairs_that_do_not_go_together(tmp_path: Path, monkeypatch: pytest.Monke
     assert "mamba-ssm 2.3.2.post1 demands tilelang==0.1.8; installed is 0.1.15" in found.what
 
 
+@pytest.mark.parametrize(
+    ("tilelang", "ffi", "breaks"),
+    [("0.1.8", "0.1.9", False), ("0.1.8", "0.1.12", True), ("0.1.15", "0.1.12", False)],
+)
+def test_a_pair_that_pip_allows_and_python_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tilelang: str, ffi: str, breaks: bool
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    dist(tmp_path, "tilelang", tilelang)
+    dist(tmp_path, "apache-tvm-ffi", ffi)
+    if breaks:
+        found = refuses("stack_pairs", "stack-pair-broken", launch())
+        assert found.next == "pip install 'apache-tvm-ffi<=0.1.9'"
+    else:
+        holds("stack_pairs", launch())
+
+
+@pytest.mark.parametrize(
+    ("torch", "triton", "said"),
+    [
+        ("2.11.0+cu130", "3.6.0", ""),
+        ("2.15.0", "3.9.0", ""),
+        ("2.6.0a0+nv25", "3.6.0", "torch 2.6.0a0+nv25"),
+        ("2.16.0.dev1", "3.10.0", "torch 2.16.0.dev1 and triton 3.10.0"),
+    ],
+)
+def test_an_untested_stack_is_a_remark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch: str, triton: str, said: str
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    dist(tmp_path, "torch", torch)
+    dist(tmp_path, "triton", triton)
+    found = holds("stack_pairs", launch())
+    assert (f"never tested with {said}:" in found) if said else ("never tested" not in found)
+
+
 LIGER = """
 class LigerFusedLinearCrossEntropyFunction:
     @staticmethod

@@ -18,13 +18,20 @@ TYPES = (torch.bfloat16, torch.float16, torch.float32)
 def interpreted() -> bool:
     """Whether Triton's interpreter runs kernels, as it does on a CPU."""
     triton = sys.modules.get("triton")
-    return triton is not None and bool(triton.knobs.runtime.interpret)
+    knobs = getattr(triton, "knobs", None)
+    if knobs is None:  # not imported, or before 3.4
+        return triton is not None and _is_set("TRITON_INTERPRET")
+    return bool(knobs.runtime.interpret)
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() in ("1", "true", "on", "yes", "y")
 
 
 @functools.cache
 def debugging() -> bool:
     """Whether the values of arguments are checked too: with Triton's own TRITON_DEBUG=1."""
-    return os.environ.get("TRITON_DEBUG", "").lower() in ("1", "true", "on", "yes", "y")
+    return _is_set("TRITON_DEBUG")
 
 
 @functools.cache
@@ -42,8 +49,8 @@ def kernel_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"the values are {dtype}"
     if not has_triton():
         return "triton is not installed"
-    import triton
+    import triton  # noqa: F401  # which `interpreted` asks
 
-    if device.type != "cuda" and not (device.type == "cpu" and triton.knobs.runtime.interpret):
+    if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
         return f"the values are on {device.type}"
     return gpu_obstacle(device)

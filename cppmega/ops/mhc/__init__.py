@@ -32,6 +32,7 @@ from torch import Tensor
 
 from cppmega.errors import CppmegaError
 from cppmega.ops.common.device import gpu_obstacle
+from cppmega.ops.common.dispatch import interpreted
 from cppmega.ops.common.mhc_streams import STREAMS
 from cppmega.ops.mhc import naive as reference
 from cppmega.ops.mhc.naive import Parameters, Weights
@@ -87,10 +88,10 @@ def _device_obstacle(name: str) -> str | None:
     """Why no kernel runs on a device; torch.compile evaluates this once, without tracing it."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    import triton
+    import triton  # noqa: F401  # which `interpreted` asks
 
     device = torch.device(name)
-    if device.type != "cuda" and not (device.type == "cpu" and triton.knobs.runtime.interpret):
+    if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
         return f"the streams are on {device.type}"
     return gpu_obstacle(device)
 

@@ -19,10 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cppmega.ops.common.dispatch import interpreted
 from cppmega.ops.common.launch import on_its_device
 
 # The interpreter has no product of bf16.
-PART = tl.constexpr(tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16)
+PART = tl.constexpr(tl.float32 if interpreted() else tl.bfloat16)
 
 ELEMENTS = 1024
 

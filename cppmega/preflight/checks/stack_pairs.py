@@ -9,12 +9,15 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
 from cppmega.errors import CppmegaError
 from cppmega.host import env
 from cppmega.host import packages as stack
 from cppmega.host.importable import folder_of
 from cppmega.preflight.context import Context
-from cppmega.preflight.findings import refuse
+from cppmega.preflight.findings import Remark, refuse
 
 AFTER: tuple[str, ...] = ()
 
@@ -26,11 +29,48 @@ def check(context: Context) -> str:
     """Read the metadata, and Liger's source.
 
     Raises:
-        CppmegaError: `stack-conflict`, `liger-returns-other`.
+        CppmegaError: `stack-conflict`, `stack-pair-broken`, `liger-returns-other`.
     """
-    refuse([*_conflicts(), *_liger(context.environ)])
+    refuse([*_conflicts(), *_broken(), *_liger(context.environ)])
     found = [f"{name} {stack.version(name)}" for name in stack.NAMES if stack.version(name)]
-    return ", ".join(found) or "none of the packages is installed"
+    text = ", ".join(found) or "none of the packages is installed"
+    untested = [
+        f"{name} {stack.version(name)}"
+        for name, range_ in TESTED.items()
+        if not _is_in(name, range_)
+    ]
+    if untested:
+        return Remark(
+            f"{text}; the kernels were never tested with {' and '.join(untested)}: "
+            "`cppmega preflight --deep` proves the patches on it"
+        )
+    return text
+
+
+TESTED = {"torch": ">=2.7,<2.16", "triton": ">=3.3,<3.10"}
+"""What benchmarks/stacks.py tests: the oldest, a middle and the newest of these."""
+
+_BROKEN = (("tilelang", "<0.1.9", "apache-tvm-ffi", ">=0.1.12", "<=0.1.9"),)
+"""Package, its versions, another package, those of its versions that break it; and others."""
+
+
+def _is_in(name: str, range_: str) -> bool:
+    """Whether an installed version is in a range; what is not installed is not judged."""
+    version = stack.version(name)
+    return version is None or SpecifierSet(range_).contains(Version(version).base_version)
+
+
+def _broken() -> Iterator[CppmegaError]:
+    for name, versions, other, wrong, right in _BROKEN:
+        installed = stack.version(name) and stack.version(other)
+        if installed and _is_in(name, versions) and _is_in(other, wrong):
+            yield CppmegaError(
+                "stack-pair-broken",
+                f"{name} {stack.version(name)} cannot be imported with {other} "
+                f"{stack.version(other)}.",
+                "Its own metadata allow the pair, so that pip installs it.",
+                f"pip install '{other}{right}'",
+            )
 
 
 def _conflicts() -> Iterator[CppmegaError]:
