@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import architecture
 import architecture_svg
 import docs_transcripts
+import readme_figures
 
 from cppmega.authoring.catalogue_readme import readme as catalogue_table
 from cppmega.authoring.catalogue_readme import releases
@@ -40,6 +42,7 @@ _INCLUDE = re.compile(r"^<!-- include (\w+)(?: (.+?))? -->$", re.MULTILINE)
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?://)([^)\s]+)\)")
 _NUMBERED = re.compile(r"^\d+\. .*\n(?:(?: {3}.*)?\n)+", re.MULTILINE)
 _MERMAID = re.compile(r"^```mermaid\n.*?^```$", re.MULTILINE | re.DOTALL)
+_CONSOLE = re.compile(r"^( *)```console\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 _COMMENT = re.compile(r"^<!-- /?\w+(?:: written by [^>]*)? -->\n", re.MULTILINE)
 
 ORDER = (
@@ -58,7 +61,6 @@ ORDER = (
     ("Threat model", "threat-model.md"),
     ("Architecture", "architecture.md"),
     ("What is not here", "decisions.md"),
-    ("Errors", "errors.md"),
     ("Changelog", "changelog.md"),
 )
 OTHER_COMMANDS = {
@@ -70,8 +72,6 @@ OTHER_COMMANDS = {
 _MOVED = {
     "CONTRIBUTING.md": "write-a-patch.md",
     "README.md": "index.md",
-    "docs/production.md": "production.md",
-    "#train": "training.md",
     "upstream_patches/README.md": "patches/index.md",
     "upstream_patches/NOT.md": "decisions.md",
     "scripts/ci/megatron.yml": "upgrade-megatron.md#in-continuous-integration",
@@ -81,14 +81,39 @@ _MOVED = {
 @cache
 def pages() -> dict[str, str]:
     """Every page of the site: its path -> its text."""
-    return dict(_pages())
+    return {name: _copyable(_to_errors(text, name)) for name, text in _pages()}
+
+
+def _copyable(text: str) -> str:
+    """Show commands and what they print in blocks of their own, so that no prompt is copied."""
+
+    def parted(block: re.Match[str]) -> str:
+        indent, parts = block[1], list[str]()
+        lines = block[2].removesuffix(indent).splitlines()
+        for typed, group in groupby(lines, lambda line: line.strip().startswith("$ ")):
+            shown = [line.replace("$ ", "", 1) if typed else line for line in group]
+            if any(map(str.strip, shown)):
+                parts.append(f"{indent}```{'bash' if typed else 'text'}\n" + "\n".join(shown))
+        return f"\n{indent}```\n\n".join(parts) + f"\n{indent}```"
+
+    return _CONSOLE.sub(parted, text)
+
+
+def _to_errors(text: str, page: str) -> str:
+    """Let links to an error lead to the page of its subject."""
+    up = "../" * page.count("/")
+    return re.sub(
+        r"\]\((?:\.\./)*errors\.md#([\w-]+)\)",
+        lambda link: f"]({up}errors/{_subjects()[link[1]]}.md#{link[1]})",
+        text,
+    )
 
 
 def _pages() -> Iterator[tuple[str, str]]:
     for path in sorted(DOCS.glob("*.md")):
         yield path.name, _indented(_INCLUDE.sub(_included, path.read_text()))
     yield "decisions.md", _moved(_titled(decisions_page(tables=False)), "upstream_patches")
-    yield "errors.md", _errors_page()
+    yield from _error_pages()
     yield "changelog.md", _moved((REPOSITORY / "CHANGELOG.md").read_text())
     yield from _patch_pages()
     yield from _command_pages()
@@ -105,7 +130,7 @@ def pictures() -> dict[str, Path]:
 
 def navigation() -> list[Any]:
     """The navigation: the pages in their order, the catalogue, the commands, and the results."""
-    listed = {name for _, name in ORDER}
+    listed = {"errors.md", *(name for _, name in ORDER)}
     rest = sorted(pages().keys() - listed)
 
     def below(folder: str) -> list[str]:
@@ -119,8 +144,9 @@ def navigation() -> list[Any]:
         "Commands": below("commands"),
         "Patches": patches,
         "Results": below("results"),
+        "Errors": ["errors.md", *below("errors")],
     }
-    return start[:-3] + [{title: inside} for title, inside in sections.items()] + start[-3:]
+    return start[:-2] + [{title: inside} for title, inside in sections.items()] + start[-2:]
 
 
 def _included(match: re.Match[str]) -> str:
@@ -189,6 +215,8 @@ def _on_the_site(link: str, home: str) -> str:
     full = PurePosixPath(posixpath.normpath(f"{home}/{target}"))
     if (name := str(full)) in _MOVED:
         return _MOVED[name]
+    if full.parts[:1] == ("docs",):
+        return full.name + (f"#{anchor}" if anchor else "")
     if full.parts[:2] == ("benchmarks", "results") and full.suffix in (".md", ".png", ".svg"):
         return f"results/{full.name}" + (f"#{anchor}" if anchor else "")
     if full.parts[:1] == ("upstream_patches",) and full.suffix == ".py":
@@ -241,22 +269,57 @@ def _command_pages() -> Iterator[tuple[str, str]]:
 
 
 def _command_page(name: str, command: click.Command, transcript: str | None) -> str:
-    context = click.Context(command, info_name=name, terminal_width=100, max_content_width=100)
-    parts = [f"# {name}", "", _fenced(command.get_help(context))]
+    """What mkdocs-click renders of a command, and a transcript of it."""
+    module = sys.modules[inspect.unwrap(command.callback or cli).__module__]
+    attribute = next(key for key, value in vars(module).items() if value is command)
+    shown = {"module": module.__name__, "command": attribute, "prog_name": name, "depth": 1}
+    parts = [f"# {name.removeprefix('cppmega ')}", "", "::: mkdocs-click"]
+    parts += [f"    :{key}: {value}" for key, value in shown.items()]
     if transcript is not None:
         parts += ["", "## Transcript", "", _fenced(transcript, "console")]
     return "\n".join([*parts, ""])
 
 
-def _errors_page() -> str:
-    text = ["# Errors", "", "What only a run knows is in &lt;angle brackets&gt;.", ""]
+_SUBJECTS = {
+    "patching": "cli overlay rewriting tree catalogue page edits authoring rules",
+    "proving": "proof",
+    "launching": "preflight launch recipe runs checkpoints sizes host",
+    "running": "guard run calls",
+    "training": "training trainer features ops runtime smoke patches",
+    "data": "data check_data",
+}
+"""The pages of errors -> the parts of the package that raise them; the first is of all others."""
+
+
+@cache
+def _subjects() -> dict[str, str]:
+    """The anchor of each error -> the page that has it: that of the part that raises it first."""
+    of = {part: subject for subject, parts in _SUBJECTS.items() for part in parts.split()}
+    return {
+        _anchor(name): of.get([*causes[0].module.split("."), ""][1], "patching")
+        for name, causes in error_index.index().items()
+    }
+
+
+def _error_pages() -> Iterator[tuple[str, str]]:
+    """The errors by subject, and an index of their names."""
+    rows, texts = [], {subject: list[str]() for subject in _SUBJECTS}
     for name, causes in error_index.index().items():
-        text += [f"## {_escaped(name)} {{: #{_anchor(name)} }}", ""]
-        for (why, cures), whats in _alike(causes).items():
-            lines = [f"what: {what}" for what in whats]
-            lines += [f"why:  {why}", f"next: {cures[0]}", *(f"  or: {cure}" for cure in cures[1:])]
-            text += [f"*{_escaped(causes_title(causes, why))}*", "", _fenced("\n".join(lines)), ""]
-    return "\n".join(text)
+        subject = _subjects()[_anchor(name)]
+        texts[subject] += _error(name, causes)
+        rows.append((f"[{_escaped(name)}](errors/{subject}.md#{_anchor(name)})", subject))
+    yield "errors.md", "\n".join(["# Errors", "", table(("error", "subject"), rows), ""])
+    note = "What only a run knows is in &lt;angle brackets&gt;."
+    for subject, text in texts.items():
+        yield f"errors/{subject}.md", "\n".join([f"# Errors of {subject}", "", note, "", *text])
+
+
+def _error(name: str, causes: list[error_index.Cause]) -> Iterator[str]:
+    yield from (f"## {_escaped(name)} {{: #{_anchor(name)} }}", "")
+    for (why, cures), whats in _alike(causes).items():
+        lines = [f"what: {what}" for what in whats]
+        lines += [f"why:  {why}", f"next: {cures[0]}", *(f"  or: {cure}" for cure in cures[1:])]
+        yield from (f"*{_escaped(causes_title(causes, why))}*", "", _fenced("\n".join(lines)), "")
 
 
 def causes_title(causes: Iterable[error_index.Cause], why: str) -> str:
@@ -404,11 +467,8 @@ def _proofs(_: str) -> str:
 
 
 def _counts(_: str) -> str:
-    """The README's counts of Megatron's unit tests."""
-    block = re.search(r"<!-- upstream: .*?-->\n(.*?)\n<!--", (REPOSITORY / "README.md").read_text())
-    if block is None:
-        raise ValueError("the README has no counts of upstream's tests")
-    return _moved(block[1])
+    """The counts of Megatron's unit tests."""
+    return _moved(readme_figures.upstream())
 
 
 def _corpus(_: str) -> str:
@@ -442,6 +502,12 @@ def _fenced(text: str, language: str = "text") -> str:
     return f"```{language}\n{text.rstrip()}\n```"
 
 
+_FIGURES: dict[str, Callable[[], str]] = {
+    "kernels": readme_figures.kernels,
+    "linear": readme_figures.linear,
+    "cli": readme_figures.cli,
+    "production": lambda: readme_figures.production.measured("benchmarks/results"),
+}
 _KINDS: dict[str, Callable[[str], str]] = {
     "readme": lambda title: section("README.md", title),
     "contributing": lambda title: section("CONTRIBUTING.md", title),
@@ -450,6 +516,7 @@ _KINDS: dict[str, Callable[[str], str]] = {
     "states": _states,
     "words": _words,
     "kernels": _kernels,
+    "figure": lambda name: _moved(_FIGURES[name]()),
     "results": _results,
     "proofs": _proofs,
     "counts": _counts,

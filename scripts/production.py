@@ -105,7 +105,7 @@ def runs(folder: Path = RESULTS) -> list[Run]:
 
 
 def measured(link: str, folder: Path = RESULTS) -> str:
-    """The table of every measured run; the README quotes it."""
+    """The table of every measured run."""
     return table(HEADS, [run.cells(link) for run in runs(folder)])
 
 

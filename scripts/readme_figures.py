@@ -1,4 +1,6 @@
-"""Write tables and figure of the README and docs/production.md; a test compares them with results.
+"""Write what README, docs/production.md and the picture of kernels quote of the result files.
+
+A test compares. Tables that the other pages of docs/ quote are put in when the site is built.
 
 usage: python scripts/readme_figures.py [--from runs/quickstart]
 
@@ -48,15 +50,7 @@ def filled(text: str, parts: Mapping[str, str]) -> str:
 
 def parts() -> dict[str, str]:
     """The generated parts of the README by name."""
-    return {
-        "speed": speed(),
-        "smoke": smoke(),
-        "production": f"\n{production.measured('benchmarks/results')}\n",
-        "kernels": kernels(),
-        "linear": linear(),
-        "cli": cli(),
-        "upstream": upstream(),
-    }
+    return {"speed": speed(), "smoke": smoke(), "upstream": upstream()}
 
 
 def speed() -> str:
@@ -77,8 +71,8 @@ def speed() -> str:
     return (
         f"On one H200, six layers of NAM56R (sparse attention, experts, MTP) train at "
         f"{best[False] / 1000:.1f}k tokens/s with the patches;\nthe release alone reaches "
-        f"{best[True] / 1000:.1f}k ([table](#train)). The whole model, {size / 1e9:.1f} billion "
-        f"parameters,\ntrains at {longest.tokens / 1000:.1f}k tokens/s per GPU on "
+        f"{best[True] / 1000:.1f}k ([table](docs/production.md)). The whole model, "
+        f"{size / 1e9:.1f} billion parameters,\ntrains at {longest.tokens / 1000:.1f}k tokens/s per GPU on "
         f"{longest.result['gpus']} H200 ([curves](benchmarks/results/{longest.file.stem}.png)). "
         "Its authors name 4.73 billion\nand another pattern of layers; what they launched is what "
         "trains here ([why](docs/production.md#reported-by-the-earlier-overlay)).\n"

@@ -54,12 +54,17 @@ def test_every_command_patch_and_error_has_its_place(pages: dict[str, str]) -> N
     commands = {*cli.commands, *docs.OTHER_COMMANDS}
     assert {f"commands/{name}.md" for name in commands} <= pages.keys()
     assert {f"patches/{name}.md" for name in catalogue.load()} <= pages.keys()
+    errors = "".join(text for name, text in pages.items() if name.startswith("errors/"))
     for name in error_index.index():
-        assert f"{{: #{re.sub('[<>]', '', name)} }}" in pages["errors.md"]
+        assert errors.count(f"{{: #{re.sub('[<>]', '', name)} }}") == 1
     for name, page in catalogue.load().items():
         for label in page.labels:
             assert f"**{label}.** " in pages[f"patches/{name}.md"]
     assert commands - SHOWN.keys() == HELP_ALONE
+
+
+def test_no_prompt_is_copied_with_a_command(pages: dict[str, str]) -> None:
+    assert [name for name, text in pages.items() if re.search(r"^ *\$ ", text, re.M)] == []
 
 
 def test_every_decision_has_its_section(pages: dict[str, str]) -> None:
