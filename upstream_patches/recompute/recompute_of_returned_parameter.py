@@ -14,11 +14,24 @@ Remove: when `CheckpointFunction` returns no leaf of its function.
 Numerics: none (bitwise); such runs used to fail
 """
 
-from cppmega.catalogue.megatron_args import recomputes
+from typing import Any
+
+from cppmega.catalogue.megatron_args import has_experts, layer_pattern, recomputes
 from cppmega.edits import inserting
 from cppmega.page import Edit, Patch, Source
 
 TARGET = "megatron/core/tensor_parallel/random.py:CheckpointFunction.forward"
+
+
+def recomputes_biased(args: Any) -> bool:
+    """Whether the run recomputes MLPs with biases; in FP8 and FP4 Transformer Engine does that."""
+    pattern = layer_pattern(args)
+    return (
+        recomputes(args, "mlp")
+        and getattr(args, "add_bias_linear", True)
+        and ("-" in pattern if pattern else not has_experts(args))
+        and not (getattr(args, "fp8", None) or getattr(args, "fp4", None))
+    )
 
 
 def _cppmega_no_leaves(outputs):  # type: ignore[no-untyped-def]
@@ -53,11 +66,7 @@ PATCH = Patch(
         ),
     ),
     reached="forward",
-    when=lambda args: (
-        recomputes(args, "mlp")
-        and getattr(args, "add_bias_linear", True)
-        and not (getattr(args, "fp8", None) or getattr(args, "fp4", None))
-    ),
+    when=recomputes_biased,
 )
 
 
