@@ -1,9 +1,10 @@
 """Rotate the DSA indexer's queries and keys as DeepSeek and Megatron 0.19 do.
 
 What: `DSAIndexer._apply_rope` rotates the first `qk_pos_emb_head_dim` channels of a head in halves,
-    instead of the last channels in interleaved pairs. From 0.17, every checkpoint records that, and
-    one with indexers that does not is loaded only if `CPPMEGA_DSA_INDEXER_ROWS` states `stock`,
-    which permutes the rows, or `page`.
+    instead of the last channels in interleaved pairs. Every checkpoint of Megatron's training loop
+    records that, and one with indexers that does not is loaded only if `CPPMEGA_DSA_INDEXER_ROWS`
+    states `stock`, which permutes the rows, or `page`. The wheel of 0.16 has no training loop, and
+    nothing checks what a loop of one's own loads there.
 Why: DeepSeek's weights, and those of megatron-core since 0.19.0, store the rotated channels first
     and not interleaved. Releases 0.16 to 0.18 rotate different channels, so an indexer that was
     trained elsewhere selects different keys, and one trained here does so on 0.19 (the proof
@@ -65,7 +66,7 @@ PATCH = Patch(
                 " _apply_rotary_pos_emb_bshd",
             ),
         ),
-        # The wheel of 0.16 has no checkpoints of runs.
+        # A checkout of 0.16 has these texts, its wheel neither function.
         Edit(
             target=f"{CHECKPOINTS}:generate_state_dict",
             pins={"0.17.1": "d7c4110ba21de08d", "0.18.2": "d7c4110ba21de08d"},
