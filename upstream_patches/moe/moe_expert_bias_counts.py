@@ -23,6 +23,8 @@ from cppmega.catalogue.megatron_args import has_experts
 from cppmega.edits import in_order, replacing
 from cppmega.page import Edit, Patch, Source
 
+from ._router_losses import balancing_losses
+
 TARGET = "megatron/core/transformer/moe/router.py:TopKRouter.__init__"
 UPDATE = "megatron/core/transformer/moe/moe_utils.py:get_updated_expert_bias"
 COUNTS = ("local_tokens_per_expert", "global_tokens_per_expert")
@@ -47,7 +49,7 @@ def counts(args: Any) -> bool:
         and bool(getattr(args, "bf16", False) or getattr(args, "fp16", False))
         and (
             bool(getattr(args, "moe_router_enable_expert_bias", False))
-            or "global_aux_loss" in getattr(args, "moe_router_load_balancing_type", "")
+            or "global_aux_loss" in balancing_losses(args)
         )
     )
 

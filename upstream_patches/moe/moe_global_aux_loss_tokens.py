@@ -13,20 +13,13 @@ Numerics: changes results of runs with a global auxiliary loss whose micro-batch
     number of tokens; otherwise none, as long as fp32 holds a step's counts exactly (2^24)
 """
 
-from typing import Any
-
-from cppmega.catalogue.megatron_args import has_experts
 from cppmega.edits import replacing
 from cppmega.page import Edit, Patch, Source
 
+from ._router_losses import balancing_losses
+
 TARGET = "megatron/core/transformer/moe/router.py:TopKRouter._apply_global_aux_loss"
 STOCK = "averated_tokens_per_expert = self.global_tokens_per_expert / self.ga_steps"
-
-
-def has_global_loss(args: Any) -> bool:
-    """Whether the run has experts with a global auxiliary loss."""
-    losses = getattr(args, "moe_router_load_balancing_type", None) or ""
-    return has_experts(args) and "global_aux_loss" in losses
 
 
 PATCH = Patch(
@@ -57,7 +50,7 @@ PATCH = Patch(
     reached="forward",
     # Up to 0.15 the router receives no mask.
     feature=("megatron/core/transformer/moe/moe_layer.py:MoELayer.route",),
-    when=has_global_loss,
+    when=lambda args: "global_aux_loss" in balancing_losses(args),
 )
 
 

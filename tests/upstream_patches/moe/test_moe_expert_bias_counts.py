@@ -33,8 +33,11 @@ def test_router(version: str) -> None:
         *(
             (True, {"bf16": True, "moe_router_enable_expert_bias": False} | loss)
             for loss in (
-                {"moe_router_load_balancing_type": "global_aux_loss"},
-                {"moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"]},
+                {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.1},
+                {
+                    "moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"],
+                    "moe_aux_loss_coeff": [0.0, 0.1],
+                },
             )
         ),
     ],
