@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import time
 from types import ModuleType
 from typing import Any
 
@@ -11,17 +12,26 @@ from cppmega.guard import end_record, imports, ranks
 from cppmega.runs import megatron_line, metrics
 from cppmega.runs.metrics import LoggedStep
 
+_last: float | None = None
+"""When a custom loop logged last."""
+
 
 def log_step(step: int, **values: Any) -> None:
     """Log a step of a custom loop; only the first rank does, and only in a launch.
 
     Args:
         step: its number, from 1.
-        values: fields of `LoggedStep`, such as `loss`, `grad_norm` and `seconds`.
+        values: fields of `LoggedStep`, such as `loss`, `grad_norm` and `tokens_per_second`;
+            `seconds` is by default the time since the last call.
     """
+    global _last
     node = end_record.node_of_this_rank() if ranks.rank() == 0 else None
-    if node is not None:
-        metrics.append(node.run.metrics, LoggedStep(step=step, **values))
+    if node is None:
+        return
+    now, before = time.monotonic(), _last
+    _last = now
+    seconds = now - before if before is not None else 0.0
+    metrics.append(node.run.metrics, LoggedStep(step=step, **{"seconds": seconds, **values}))
 
 
 def watch(training: ModuleType) -> None:
