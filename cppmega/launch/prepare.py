@@ -128,8 +128,8 @@ def _for_megatron(request: LaunchRequest, script: Script | None, folder: Path) -
         return request.arguments
     if not (script.calls_megatrons_parser or request.arguments_from):
         console.say(
-            f"  {script.file.name} imports nothing of megatron.training: its arguments are its own, "
-            "and are not checked (--arguments-from MODULE if it calls Megatron's parser elsewhere)"
+            f"  {script.file.name} imports nothing of megatron.training: its arguments are its "
+            "own, and are not checked (--arguments-from MODULE if it calls Megatron's parser elsewhere)"
         )
         return ()
     return placeholders.filled(request.arguments, folder, request.options.load)
