@@ -17,6 +17,8 @@ def run(code: str, warnings: str = "default") -> str:
     """
     action, _, category = warnings.partition("::")
     start = f"import warnings\nwarnings.simplefilter({action!r}, {category or 'Warning'})"
+    # Torch's remark on one version of Python is not about the code.
+    start += "\nwarnings.filterwarnings('ignore', 'Guards may run slower on Python 3.13.0')"
     done = subprocess.run(
         [
             forkserver.executable(interprets=True),

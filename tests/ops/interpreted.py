@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import triton
 from triton import language as tl
 from triton.runtime import interpreter
 
@@ -87,3 +88,24 @@ if hasattr(interpreter, "_LangPatchScope"):  # from 3.5 on; before, nothing is r
 
     interpreter._patch_lang = _replaced_once
     interpreter._LangPatchScope.restore = _restored
+
+
+def _with_bits(access: Any, place: int) -> Any:
+    """An access whose mask, the argument in this place, is of booleans.
+
+    Triton 3.9 computes `block & (scalar < scalar)` in integers, and then refuses it as a mask.
+    """
+
+    def checked(builder: Any, *given: Any, **named: Any) -> Any:
+        mask = named["mask"] if "mask" in named else given[place]
+        mask.data = mask.data.astype(bool, copy=False)
+        return access(builder, *given, **named)
+
+    return checked
+
+
+if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
+    _masked = {"create_masked_load": 1, "create_masked_store": 2, "create_atomic_rmw": 3}
+    for _name, _place in _masked.items():
+        _access = getattr(interpreter.InterpreterBuilder, _name)
+        setattr(interpreter.InterpreterBuilder, _name, _with_bits(_access, _place))
