@@ -5,7 +5,7 @@ What: The learnable `softmax_offset` of Megatron's attention and of Transformer 
 Why: With `--softmax-type learnable` each rank has the sinks of its own heads, but nothing says so.
     The gradient norm and the number of zeros take those of ranks above 0 for copies and leave them
     out, so that gradients are clipped too little: with TP 2, half of the sinks are missing (seen on
-    two gloo ranks, on 0.15.3 to 0.19.2). The norm of the parameters in the log omits them, too.
+    two gloo ranks, on 0.16.1 to 0.19.2). The norm of the parameters in the log omits them, too.
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/7530 (open)
 Remove: when `softmax_offset` has `tensor_model_parallel` in both classes.
 Numerics: changes results of runs with learnable sinks and tensor parallelism: the gradient norm,

@@ -5,7 +5,7 @@ Why: Up to 0.18 it reduces `input_.contiguous()` and returns `input_`. For a tra
     tensor the former is a copy, so that the caller gets its own, unreduced values and no error.
     Megatron's own layers pass contiguous tensors. A model of one's own that transposes after
     `copy_to_tensor_model_parallel_region`, or sums its output, has gradients without the other
-    ranks' part (seen on two gloo ranks, on 0.15.3 to 0.18.2).
+    ranks' part (seen on two gloo ranks, on 0.16.1 to 0.18.2).
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/5338 (in 0.19.0)
 Remove: when 0.18 is no longer supported; 0.19 has the fix.
 Numerics: changes results of such calls, which returned one rank's values
