@@ -7,8 +7,8 @@ Why: The gradients are divided by the tokens of complete sequences. Up to 0.18 t
     by the rank's own tokens only: with TP 2 and sequence parallelism, or CP 2, their losses have
     half of the weight that they have on one rank. With a padding mask, the reduction of the counts
     overwrites them in place, so that the rank's own tokens are the group's: from 0.19 on, the
-    auxiliary losses of two ranks have twice their weight (tested on CPU, with the counts of two
-    ranks), and a global one is too large by data parallelism as well.
+    auxiliary losses of two ranks have twice their weight (tested on two gloo ranks), and a global
+    one is too large by data parallelism as well.
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/5047 (in 0.19.0),
     https://github.com/NVIDIA/Megatron-LM/pull/7481 (open), for
     https://github.com/NVIDIA/Megatron-LM/issues/7452 (open)
@@ -127,23 +127,23 @@ def fixed_upstream(source: Source) -> bool:
 
 def verify() -> None:
     import inspect
-    from types import SimpleNamespace
-    from unittest import mock
 
     import torch
-    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from cppmega.proof import cpu_shims, small_models
+    from cppmega.proof import ranks, small_models
 
-    cpu_shims.init_distributed()
-    alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
-    groups = SimpleNamespace(tp=alone, cp=group, tp_cp=group, tp_dp_cp=group)
     of_both = torch.randn(2, 6, 1, 4, generator=torch.Generator().manual_seed(1))
+    masks = "padding_mask" in inspect.signature(TopKRouter.routing).parameters
+    cases = [
+        (loss, *tokens)
+        for loss in ("aux_loss", "global_aux_loss")
+        for tokens in ((6, False), (3, True))[: 1 + masks]
+    ]
 
-    def gradient(loss, valid, masked):  # type: ignore[no-untyped-def]
-        """Return that of the first rank's logits, of which so many are not padding."""
+    def gradient(rank, loss, valid, masked):  # type: ignore[no-untyped-def]
+        """Return that of a rank's logits, of which so many are not padding."""
         config = small_models.config(
             num_moe_experts=4,
             moe_router_topk=2,
@@ -153,32 +153,23 @@ def verify() -> None:
             calculate_per_token_loss=True,
             add_bias_linear=False,
         )
+        groups = ProcessGroupCollection.use_mpu_process_groups()
         router = TopKRouter(config, pg_collection=groups)
         router.set_layer_number(1)
-        others = torch.zeros(6, 4).scatter(1, of_both[1, :, 0].topk(2)[1], 1)[:valid]
-
-        def all_reduce(counts, **_):  # type: ignore[no-untyped-def]
-            counts += others.sum(0).to(counts.dtype) if counts.numel() == 4 else valid
-
-        logits = of_both[0].clone().requires_grad_()
+        logits = of_both[rank].clone().requires_grad_()
         mask = {"padding_mask": torch.arange(6)[:, None] >= valid} if masked else {}
-        with (
-            torch.compiler.set_stance("force_eager"),
-            mock.patch.object(torch.distributed, "all_reduce", all_reduce),
-            mock.patch.object(MoEAuxLossAutoScaler, "main_loss_backward_scale", torch.ones(())),
-        ):
+        with torch.compiler.set_stance("force_eager"):
             probs, _ = router.routing(logits, **mask)
-            (0 * probs).sum().backward()
-        return logits.grad.double()
+        (0 * probs).sum().backward()
+        return logits.grad[:valid, 0].double()
 
-    masks = "padding_mask" in inspect.signature(TopKRouter.routing).parameters
-    for loss in ("aux_loss", "global_aux_loss"):
-        for valid, masked in ((6, False), (3, True))[: 1 + masks]:
-            whole = of_both[:, :valid, 0].double().requires_grad_()
-            chosen = torch.zeros(2, valid, 4).scatter(2, whole.topk(2)[1], 1)
-            fractions = chosen.mean((0, 1)) / 2
-            balance = 4 * 0.25 * (fractions * whole.softmax(-1).mean((0, 1))).sum()
-            z_loss = 0.125 * whole.logsumexp(-1).square().mean()
-            (wanted,) = torch.autograd.grad(2 * valid * (balance + z_loss), whole)
-            found = gradient(loss, valid, masked)[:valid, 0]
-            assert torch.allclose(found, wanted[0], rtol=1e-4, atol=1e-6), (loss, masked, found)
+    answers = ranks.on_two(lambda rank: [gradient(rank, *case) for case in cases])
+    for number, (loss, valid, masked) in enumerate(cases):
+        whole = of_both[:, :valid, 0].double().requires_grad_()
+        chosen = torch.zeros(2, valid, 4).scatter(2, whole.topk(2)[1], 1)
+        fractions = chosen.mean((0, 1)) / 2
+        balance = 4 * 0.25 * (fractions * whole.softmax(-1).mean((0, 1))).sum()
+        z_loss = 0.125 * whole.logsumexp(-1).square().mean()
+        (wanted,) = torch.autograd.grad(2 * valid * (balance + z_loss), whole)
+        found = torch.stack([of_rank[number] for of_rank in answers])
+        assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-6), (loss, masked, found)

@@ -5,9 +5,9 @@ What: `process_mtp_loss` takes the ratio of the model's tokens to those of an MT
 Why: The gradients are divided by the tokens of all ranks, and the ratio is to make up for the
     tokens that a depth does not predict. The rank's own ratio gives its tokens another weight than
     those of other ranks have: on two ranks, of which one predicts 4 tokens and the other 1 (then 3
-    and 0 in the depth), the loss of a depth is 4/5 of its mean; a context-parallel rank that has
-    the second half of a sequence weighs its tokens more than the first half (seen on gloo, on
-    0.17.1 to 0.19.2). Up to 0.16, all tokens have one weight.
+    and 0 in the depth), the loss of a depth is 4/5 of its mean; the context-parallel rank that
+    has the end of a sequence weighs its tokens more than the others (tested on CPU, on 0.17.1 to
+    0.19.2). Up to 0.16, all tokens have one weight.
 Upstream: https://github.com/NVIDIA/Megatron-LM/issues/7452 (open);
     https://github.com/NVIDIA/Megatron-LM/pull/7498 (open) does it for context parallelism.
 Remove: when the counts are reduced before `calculate_per_token_loss` divides them.
@@ -90,53 +90,53 @@ def verify() -> None:
     from unittest import mock
 
     import torch
+    from megatron.core import parallel_state
     from megatron.core.transformer import multi_token_prediction as mtp
 
+    from cppmega.proof import ranks
     from cppmega.proof.stand_ins import Arguments
 
-    def gradient(masks, training=True, **options):  # type: ignore[no-untyped-def]
-        """Return the gradient of the depth's hidden states on the first of several ranks."""
+    labels = torch.arange(1.0, 9.0)
+    masks = torch.tensor(
+        [[1, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 1, 0, 0, 1], [1, 0, 1, 0, 0, 0, 0, 0]]
+    ).float()
 
-        def all_reduce(counts, **_):  # type: ignore[no-untyped-def]
-            for mask in masks[1:]:
-                counts += torch.tensor([sum(mask), sum(mask[1:])])
-
+    def gradients(rank, mask):  # type: ignore[no-untyped-def]
+        """Return those of the hidden states of two depths, of this rank's part of the sequence."""
+        mine = [2 * rank, 2 * rank + 1, 6 - 2 * rank, 7 - 2 * rank]
         config = Arguments(
-            mtp_num_layers=1,
-            mtp_loss_scaling_factor=0.1,
+            mtp_num_layers=2,
+            mtp_loss_scaling_factor=0.2,
             calculate_per_token_loss=True,
             hybrid_context_parallel=False,
             dynamic_context_parallel=False,
-            **options,
         )
-        hidden = torch.ones(8, 1, 1, requires_grad=True)
-        group = mock.Mock(size=lambda: 1)
+        hidden = torch.ones(12, 1, 1, requires_grad=True)
         with (
             mock.patch.object(mtp.MTPLossLoggingHelper, "tracker", {}),
             mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
-            mock.patch.object(mtp.parallel_state, "get_data_parallel_group", lambda **_: group),
-            mock.patch.object(torch.distributed, "all_reduce", all_reduce),
             mock.patch.object(mtp.MTPLossAutoScaler, "main_loss_backward_scale", torch.ones(())),
         ):
             out = mtp.process_mtp_loss(
                 hidden_states=hidden,
-                labels=torch.arange(4)[None],
-                loss_mask=torch.tensor([masks[0]]),
+                labels=labels[None, mine],
+                loss_mask=mask[None, mine],
                 output_layer=lambda hidden, **_: (hidden, None),
                 output_weight=None,
                 runtime_gather_output=True,
-                is_training=training,
-                compute_language_model_loss=lambda labels, logits: (
-                    logits[..., 0].t() * (labels + 1)
-                ),
+                is_training=True,
+                compute_language_model_loss=lambda labels, logits: logits[..., 0].t() * labels,
                 config=config,
+                cp_group=parallel_state.get_context_parallel_group(),
             )
             out.sum().backward()
-        return hidden.grad[4:, 0, 0]
+        return mine, hidden.grad.view(3, 4)[1:]
 
-    full, half, none = [1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]
-    losses = 0.1 * torch.tensor([2.0, 3.0, 4.0, 0.0])  # of the tokens that the depth predicts
-    for masks, ratio in (([full], 4 / 3), ([full, none], 5 / 3), ([full, half, none], 7 / 4)):
-        found = gradient(masks)
-        assert torch.allclose(found, losses * ratio), f"{found}, with masks {masks}"
-    assert not gradient([none, full]).any()
+    answers = ranks.on_two(lambda rank: [gradients(rank, mask) for mask in masks], context=2)
+    for number, mask in enumerate(masks):
+        for depth in (1, 2):
+            ahead = torch.cat((mask[depth:], torch.zeros(depth)))
+            ratio = mask.sum() / ahead.sum().clamp(min=1)
+            wanted = 0.1 * ratio * ahead * torch.cat((labels[depth:], torch.zeros(depth)))
+            for mine, found in (of_rank[number] for of_rank in answers):
+                assert torch.allclose(found[depth - 1], wanted[mine]), (mask, depth, found)
