@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -131,7 +132,7 @@ def test_two_hosts_train_one_run_and_must_have_one_overlay(bench: Bench) -> None
     first = start(bench, root, where + "differ" + own)
     run = Run(bench.folder / "runs" / "differ")
     while not run.manifest_file.exists() and first.poll() is None:
-        pass
+        time.sleep(0.05)
     ((code, said),) = ended(start(bench, other, where + "differ" + own))
     first.terminate()
     ended(first)
