@@ -64,7 +64,8 @@ class Earlier:
     @property
     def is_script(self) -> bool:
         """Whether it is a run of a script."""
-        return _TRAINER not in self.run.outline.torchrun
+        words = self.run.outline.torchrun
+        return "cppmega.run" in words and _TRAINER not in words
 
     @property
     def recipe_file(self) -> Path:

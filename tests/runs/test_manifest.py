@@ -40,6 +40,8 @@ def ready(lab: Lab, **how: Any) -> ValidatedLaunch:
     return ValidatedLaunch(
         request=asked(lab.root.parent / "runs", **how),
         recipe=recipe,
+        name=recipe.name,
+        source=recipes_index.file_of(recipe.name),
         context=context,
         folder=lab.root.parent / "runs" / "made",
         nproc=1,
