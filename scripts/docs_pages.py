@@ -48,6 +48,7 @@ _COMMENT = re.compile(r"^<!-- /?\w+(?:: written by [^>]*)? -->\n", re.MULTILINE)
 ORDER = (
     ("Start in five minutes", "index.md"),
     ("In your environment", "environment.md"),
+    ("Tested stacks", "stacks.md"),
     ("My run was refused", "refused.md"),
     ("What goes with what", "combinations.md"),
     ("Kernels without a patch", "kernels.md"),

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
+from packaging.version import Version
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -26,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import kernel_plot
 import production
 
+from benchmarks.stacks import STEPS
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.arithmetic import parameters
 from examples.smoke.records import Summary
@@ -232,6 +234,19 @@ def upstream() -> str:
     return "; ".join(counts) + ".\n"
 
 
+def stacks() -> str:
+    """A row for each stack that was installed and tested, and a column for each step."""
+    found = json.loads((RESULTS / "stacks.json").read_text())
+    order = sorted(found.values(), key=lambda one: Version(one["versions"]["torch"]))
+    steps = [step for step in STEPS if any(step in one["steps"] for one in order)]
+    heads = ("torch", "triton", "python", "megatron-core")
+    lines = [[*heads, *steps, "date"], ["---"] * (len(heads) + len(steps) + 1)]
+    for one in order:
+        told = [one["steps"].get(step, {"result": "not run"})["result"] for step in steps]
+        lines.append([*(one["versions"][head] for head in heads), *told, one["date"]])
+    return "\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines) + "\n"
+
+
 def cli() -> str:
     """Times of the commands."""
     return (RESULTS / "cli.md").read_text()
@@ -250,3 +265,5 @@ if __name__ == "__main__":
     readme.write_text(rewritten(readme.read_text()))
     status = readme.parent / "docs" / "production.md"
     status.write_text(filled(status.read_text(), {"production": production.page()}))
+    tested = status.with_name("stacks.md")
+    tested.write_text(filled(tested.read_text(), {"stacks": stacks()}))

@@ -51,6 +51,13 @@ def test_the_production_status_is_what_recipes_and_results_say() -> None:
     assert text == wanted, "run python scripts/readme_figures.py"
 
 
+def test_the_tested_stacks_are_what_the_results_say() -> None:
+    text = (REPOSITORY / "docs" / "stacks.md").read_text()
+    assert text == readme.filled(text, {"stacks": readme.stacks()}), (
+        "run python scripts/readme_figures.py"
+    )
+
+
 def test_the_picture_of_the_kernels_shows_what_was_measured() -> None:
     shown = readme.kernel_plot.drawn()
     assert shown == readme.kernel_plot.numbers(), "run python scripts/readme_figures.py"
