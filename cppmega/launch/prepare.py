@@ -129,7 +129,8 @@ def _for_megatron(request: LaunchRequest, script: Script | None, folder: Path) -
     if not (script.calls_megatrons_parser or request.arguments_from):
         console.say(
             f"  {script.file.name} imports nothing of megatron.training: its arguments are its "
-            "own, and are not checked (--arguments-from MODULE if it calls Megatron's parser elsewhere)"
+            "own, and are not checked (--arguments-from MODULE if it calls Megatron's parser "
+            "elsewhere)"
         )
         return ()
     return placeholders.filled(request.arguments, folder, request.options.load)
