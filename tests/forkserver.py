@@ -35,7 +35,7 @@ def executable(interprets: bool = False) -> str:
     if Path("/dev/nvidiactl").exists():
         return sys.executable  # an import may look for GPUs, and CUDA does not survive a fork
     modules = FOR_KERNELS if interprets else (*fork_server.MODULES, "pytest", "tests.known_pages")
-    modules = (*modules, "tests.huge_pages")
+    modules = (*modules, fork_server.HUGE_PAGES)
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",

@@ -60,6 +60,8 @@ MODULES = (
     "yaml",
 )
 """What a proof and Megatron import: slow to import, and the same whatever tree is imported."""
+HUGE_PAGES = "cppmega.proof.huge_pages"
+"""Imported last, it takes a second, which pays off after a few dozen forks."""
 CLIENT = Path(__file__).with_name("fork_client.py")
 COLLECT_AFTER = 100_000
 """New objects in a fork before a collection: imports and models leave little garbage."""

@@ -33,6 +33,8 @@ from cppmega.proof.scratch_tree import build
 _ON_STOCK = "it passes on stock: the patch is not needed, or the proof does not reach it"
 _ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "1"}
 """On a machine with a GPU, Megatron takes its CPU paths only if the GPU is hidden."""
+FEW = 10
+"""Pages for which the fork server need not be made cheap to fork."""
 _OTHER_CODE = ("AttributeError", "NameError", "TypeError")
 """Errors of a proof on code whose names and signatures differ from those it was written for."""
 
@@ -103,8 +105,9 @@ def verify(
         scratch = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="cppmega-verify-")))
         server = None
         if not all(map(uses_gpu, [*runnable, *on_stock])):
+            many = len(runnable) > FEW
             server = ForkServer(
-                fork_server.MODULES,
+                (*fork_server.MODULES, *[fork_server.HUGE_PAGES] * many),
                 proof_process.stated_environment(_ON_CPU),
                 scratch / "__pycache__",
             )

@@ -1,7 +1,7 @@
-"""Imported by the servers of the tests: huge pages for a process that forks often.
+"""Imported by a fork server last: huge pages for a process that forks often.
 
 A fork copies the page table, which has an entry for every page, and frees it when it exits; in the
-processes of these tests, that was most of the cost of a short fork. A huge page of 2 MiB needs one
+forks of one with torch, that is most of the cost of a short fork. A huge page of 2 MiB needs one
 entry, which is split only where the fork writes.
 """
 
