@@ -67,7 +67,7 @@ def replacing(old: str, new: str, times: int = 1) -> NodeEdit:
 
     Args:
         old: the code to replace, in any layout.
-        new: the replacement; "" deletes statements.
+        new: the replacement; "" deletes statements, or a keyword argument.
         times: how often `old` must occur.
     """
     old, new = textwrap.dedent(old).strip(), textwrap.dedent(new).strip()

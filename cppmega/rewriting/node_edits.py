@@ -466,21 +466,33 @@ def swap_for(old: str, new: str) -> Swap:
 
 
 class KeywordSwap(Swap):
-    """Replaces a keyword argument, as in `keep_graph=True` -> `keep_graph=False`, in every call."""
+    """Replaces a keyword argument, as in `keep_graph=True` -> `keep_graph=False`, in every call.
+
+    An empty text deletes it.
+    """
 
     def __init__(self, old: str, new: str) -> None:
         calls = [cast(cst.Call, cst.parse_expression(f"f({text})")) for text in (old, new)]
-        (self.old,), (self.new,) = (call.args for call in calls)
+        (self.old,), self.new = (call.args for call in calls)
         self.shape = shape(self.old.value)
 
     def leave(self, before: Any, now: Any, place: str) -> Any:
-        if not isinstance(before, cst.Arg) or before.keyword is None:
-            return now
+        if self.new and isinstance(before, cst.Arg) and self._fits(before):
+            self.found += 1
+            return now.with_changes(keyword=self.new[0].keyword, value=self.new[0].value)
+        if not self.new and isinstance(before, cst.Call):
+            pairs = zip(before.args, now.args, strict=True)
+            kept = [arg for old, arg in pairs if not self._fits(old)]
+            self.found += len(now.args) - len(kept)
+            if kept and len(kept) < len(now.args):
+                kept[-1] = kept[-1].with_changes(comma=now.args[-1].comma)
+            return now if len(kept) == len(now.args) else now.with_changes(args=kept)
+        return now
+
+    def _fits(self, arg: cst.Arg) -> bool:
         keyword = cast(cst.Name, self.old.keyword).value
-        if before.keyword.value != keyword or shape(before.value) != self.shape:
-            return now
-        self.found += 1
-        return now.with_changes(keyword=self.new.keyword, value=self.new.value)
+        named = arg.keyword is not None and arg.keyword.value == keyword
+        return named and shape(arg.value) == self.shape
 
 
 def is_keyword(text: str) -> bool:
@@ -495,7 +507,7 @@ def is_keyword(text: str) -> bool:
 def replaced(old: str, new: str, node: cst.CSTNode, times: int) -> cst.CSTNode:
     """Replace one text with another; `name=value` is a keyword where no statement is like it."""
     swap = swap_for(old, new)
-    if is_keyword(old) and is_keyword(new):
+    if is_keyword(old) and (is_keyword(new) or not new):
         swapped(node, swap)
         swap = swap_for(old, new) if swap.found else KeywordSwap(old, new)
     return exactly(swap, node, old, times)

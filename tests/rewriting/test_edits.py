@@ -172,6 +172,21 @@ def test_a_place_among_parameters_and_arguments(edit: Any, line: str) -> None:
     assert line in edited(text, edit).splitlines()
 
 
+@pytest.mark.parametrize(
+    ("call", "left"),
+    [
+        ("g(x, k=1)", "g(x)"),
+        ("g(k=1, x=x)", "g(x=x)"),
+        ("g(k=1)", "g()"),
+        ("g(h(x, k=1), j=2)", "g(h(x), j=2)"),
+        ("g(\n        x,\n        k=1,\n    )", "g(\n        x,\n    )"),
+    ],
+)
+def test_a_keyword_argument_is_deleted(call: str, left: str) -> None:
+    text = f"g = h = print\ndef f(x):\n    return {call}\n"
+    assert edited(text, replacing("k=1", "")) == text.replace(call, left)
+
+
 def test_a_place_that_is_not_there() -> None:
     text = "g = print\ndef f(x):\n    return g(x, y=x)\n"
     assert "it has x" in fails("edit-mismatch", text, adding_parameter("p=0", before="q")).what
