@@ -7,6 +7,10 @@ import sys
 from collections.abc import Iterable, Sequence
 
 _KEBAB = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*\Z")
+_NAMESPACE = re.compile(r"[A-Z]+_|--?")
+"""What all names of a kind begin with; it makes none of them similar to another."""
+_ALIKE = 0.7
+"""The least likeness of a suggestion, as `difflib` measures it."""
 
 
 class CppmegaError(Exception):
@@ -53,7 +57,11 @@ def closest(word: str, known: Iterable[str], limit: int = 1) -> list[str]:
     """The known words that are most similar to a misspelled one, best first."""
     import difflib  # only a message needs it
 
-    return difflib.get_close_matches(word, sorted(known), limit)
+    names, match = sorted(known), _NAMESPACE.match(word)
+    start = match[0] if match and any(name.startswith(match[0]) for name in names) else ""
+    rests = [name.removeprefix(start) for name in names if name.startswith(start)]
+    near = difflib.get_close_matches(word.removeprefix(start), rests, limit, _ALIKE)
+    return [start + rest for rest in near]
 
 
 def suggestion(candidates: Sequence[str]) -> str:

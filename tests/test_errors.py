@@ -16,6 +16,10 @@ def test_a_misspelled_word_is_answered_with_the_closest_known_ones() -> None:
         did_you_mean("forwar", known, 2)
         == f" Did you mean {' or '.join(closest('forwar', known, 2))}?"
     )
+    assert closest("CPPMEGA_RUN", ["CPPMEGA_RUNS", "CPPMEGA_ROOT"]) == ["CPPMEGA_RUNS"]
+    assert closest("CPMEGA_RUNS", ["CPPMEGA_RUNS"]) == ["CPPMEGA_RUNS"]
+    for word in ("CPPMEGA_FOO", "CPPMEGA_CASE", "--foo"):
+        assert closest(word, ["CPPMEGA_ROOT", "CPPMEGA_RUN", "CPPMEGA_CACHE", "--fp8"]) == []
     assert did_you_mean("xyz", known) == suggestion([]) == ""
 
 

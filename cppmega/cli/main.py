@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def _run(words: list[str]) -> NoReturn:
     try:
         interrupts.raise_pending()
-        code = cli.main(words, prog_name="cppmega", standalone_mode=False)
+        code = cli.main(words or ["--help"], prog_name="cppmega", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else FINE)
     except CppmegaError as error:
         _fail(error, NOT_AS_IT_MUST_BE, words)

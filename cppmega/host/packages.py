@@ -29,6 +29,12 @@ def version(name: str) -> str | None:
         return None
 
 
+def to_install(name: str, versions: str = "") -> str:
+    """The words for `pip install`: Transformer Engine alone comes without its layers for torch."""
+    extra = "[pytorch]" * (name == "transformer-engine")
+    return f"'{name}{extra}{versions}'" if extra or versions else name
+
+
 def _cuda() -> str | None:
     """The CUDA version in torch/version.py."""
     folder = folder_of("torch")

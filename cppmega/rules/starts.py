@@ -10,7 +10,7 @@ import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from cppmega.host import env
+from cppmega.host import env, packages
 from cppmega.host.wording import counted
 from cppmega.rules.rule import Rule
 
@@ -62,7 +62,7 @@ def _missing_packages(start: Any) -> Found:
     for package, (purpose, otherwise) in needed.items():
         if importlib.util.find_spec(package) is None:
             instead = f", or {otherwise}" * bool(otherwise)
-            name = package.replace("_", "-")
+            name = packages.to_install(package.replace("_", "-"))
             yield {"package": package, "purpose": purpose, "install": name, "instead": instead}
 
 

@@ -96,6 +96,13 @@ def test_json_through_a_life(lab: Lab, capsys: pytest.CaptureFixture[str]) -> No
     lab.pristine()
 
 
+def test_the_program_alone_shows_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    text = capsys.readouterr()
+    assert ended.value.code == 0 and "apply" in text.out and not text.err
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -167,6 +167,9 @@ def test_versions_of_the_stack() -> None:
     assert "torch>=99" in refuses("stack_versions", "stack-differs", launch(newer)).next
     other = SMOKE.with_(stack=(("no-such-package", ">=1"),))
     refuses("stack_versions", "stack-differs", launch(other))
+    layers = SMOKE.with_(stack=(("transformer-engine", ">=99"),))
+    command = refuses("stack_versions", "stack-differs", launch(layers)).next
+    assert command.startswith("pip install 'transformer-engine[pytorch]>=99'")
     cuda = SMOKE.with_(stack=(("cuda", ">=99"),))
     refuses("stack_versions", "stack-differs", launch(cuda))
     text = (folder_of("torch") or Path()).joinpath("version.py").read_text()

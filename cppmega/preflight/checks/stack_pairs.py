@@ -80,8 +80,8 @@ def _conflicts() -> Iterator[CppmegaError]:
             f"{name} {stack.version(name)} demands {wanted.name}{wanted.specifier}; installed is "
             f"{found}.",
             "Kernels built for one do not compile, or compute something else, with the other.",
-            f"pip install '{wanted.name}{wanted.specifier}', or uninstall {name} if the run does "
-            "not need it",
+            f"pip install {stack.to_install(wanted.name, str(wanted.specifier))}, or uninstall "
+            f"{name} if the run does not need it",
         )
 
 

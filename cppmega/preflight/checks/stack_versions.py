@@ -30,19 +30,18 @@ def check(context: Context) -> str:
 def _wrong_versions(recipe: Recipe) -> Iterator[CppmegaError]:
     for name, versions in recipe.stack:
         found = stack.version(name)
-        pip = "torch" if name == "cuda" else name
+        pip = stack.to_install(*(("torch",) if name == "cuda" else (name, versions)))
         if found is None:
             yield CppmegaError(
                 "stack-differs",
                 f"Recipe {recipe.name} requires {name} {versions}, which is not installed.",
                 "The run would end late, or fall back to something slower.",
-                f"pip install '{pip}{versions if name != 'cuda' else ''}'",
+                f"pip install {pip}",
             )
         elif not SpecifierSet(versions).contains(found, prereleases=True):
             yield CppmegaError(
                 "stack-differs",
                 f"Recipe {recipe.name} requires {name} {versions}; installed is {found}.",
                 "The recipe was proved and measured with another stack.",
-                f"pip install '{pip}{versions if name != 'cuda' else ''}', or a recipe with "
-                "another stack",
+                f"pip install {pip}, or a recipe with another stack",
             )
