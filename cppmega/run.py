@@ -177,6 +177,16 @@ def _ending_options(words: Sequence[str]) -> list[str]:
     return list(words)
 
 
+def _configured() -> list[str]:
+    from cppmega.host import configuration, console
+
+    here = configuration.read()
+    words = here.words({option for parameter in run.params for option in parameter.opts})
+    if words:
+        console.say(here.said(words))
+    return words
+
+
 def main() -> NoReturn:
     """Run the command; errors name the host and the rank."""
     from cppmega.guard import end as run_end
@@ -189,9 +199,8 @@ def main() -> NoReturn:
         end_with_parent()
     with error_file.reported(run_end.failed):
         # click only reads the command line: it would interpret what a script may raise.
-        command = run.main(
-            _ending_options(sys.argv[1:]), prog_name="python -m cppmega.run", standalone_mode=False
-        )
+        words = [*_configured(), *_ending_options(sys.argv[1:])]
+        command = run.main(words, prog_name="python -m cppmega.run", standalone_mode=False)
         sys.exit(_execute(command) if isinstance(command, RunCommand) else 0)
 
 

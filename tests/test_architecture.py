@@ -66,7 +66,11 @@ def missing(name: str) -> bool:
             if file.is_file():
                 text = file.read_text()
                 return not all(re.search(rf"\b{part}\b", text) for part in parts[count:])
-    return not (PACKAGE / parts[0]).is_dir() and parts[0] != "upstream_patches"
+    return not (PACKAGE / parts[0]).is_dir() and parts[0] not in NO_MODULES
+
+
+NO_MODULES = ("upstream_patches", "toml", "catalogues")
+"""The folder of pages, the file of settings, and the group of entry points."""
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(REPOSITORY)))

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +30,8 @@ LABELS = ("What", "Why", "Upstream", "Remove", "Numerics")
 SUBJECTS = "subjects.toml"
 NUMERICS = ("none (bitwise)", "reorders sums", "changes results")
 BUILTIN = "builtin"
+ENTRY_POINTS = "cppmega.catalogues"
+"""The group of entry points by which distributions offer catalogues."""
 _HEAVY = {"torch", "megatron", "libcst", "triton", "tilelang", "transformer_engine"}
 _NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
 
@@ -35,6 +39,36 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
 def builtin_folder() -> Path:
     """The catalogue that ships with the package."""
     return paths.shipped("upstream_patches")
+
+
+def located(name: str) -> Path:
+    """The folder of a catalogue: a path, or the name of an installed one.
+
+    A distribution offers a catalogue as an entry point of the group `cppmega.catalogues`, whose
+    value is the package that holds the pages. That package is found without being imported.
+    """
+    path = Path(name)
+    if path.is_dir() or len(path.parts) != 1:
+        return path.resolve()
+    return _installed().get(name, path.resolve())
+
+
+def stored(folder: Path) -> str:
+    """What a receipt remembers of a catalogue: its name if it is installed, else its path."""
+    named = (name for name, at in _installed().items() if at == folder)
+    return next(named, str(folder))
+
+
+def _installed() -> dict[str, Path]:
+    from importlib.metadata import entry_points
+
+    found = {}
+    for point in entry_points(group=ENTRY_POINTS):
+        spec = importlib.util.find_spec(point.value.partition(".")[0])
+        homes = spec.submodule_search_locations if spec is not None else None
+        if homes:
+            found[point.name] = Path(homes[0], *point.value.split(".")[1:]).resolve()
+    return found
 
 
 def load(extra: Sequence[Path] = ()) -> dict[str, Page]:
@@ -51,7 +85,8 @@ def load(extra: Sequence[Path] = ()) -> dict[str, Page]:
                 "no-catalogue",
                 f"{folder} is not a folder.",
                 "Its patches would silently be missing.",
-                "pass an existing folder as --patches, or run `cppmega revert` to start over",
+                "restore the folder, or pass one that exists as --patches, or leave this one out: "
+                f"python -m cppmega.apply_patches --forget {shlex.quote(str(folder))}",
             )
         found = page_files(folder)
         if not found and label != BUILTIN:

@@ -47,6 +47,25 @@ _SECTIONS = {
 class _Commands(click.Group):
     """Commands in sections, in the order in which a user needs them."""
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find a command, and put what the configuration sets before its words."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if command is None or ctx.resilient_parsing or command.name == "completion":
+            return name, command, rest
+        from cppmega.host import configuration, console
+
+        here = configuration.read()
+        options = {option for parameter in command.params for option in parameter.opts}
+        if "--only" in rest:  # names every patch
+            options -= {"--kind", "--without"}
+        words = here.words(options)
+        words += here.launch_words() if command.name == "launch" else []
+        if words and not set(ctx.help_option_names) & set(rest):
+            console.say(here.said(words))
+        return name, command, [*words, *rest]
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [name for names in _SECTIONS.values() for name in names]
 
@@ -142,7 +161,8 @@ def patches_option(command: F) -> F:
         "--patches",
         type=click.Path(path_type=Path, file_okay=False),
         multiple=True,
-        help="A catalogue of your own, in addition to the shipped one; repeatable.",
+        help="A catalogue of your own, a folder or the name of an installed one, in addition to "
+        "the shipped one and to those that were applied before; repeatable.",
     )
     return cast(F, option(passing_on))
 
@@ -168,12 +188,14 @@ def tree_options(command: F) -> F:
     return command
 
 
-def session_of(root: Path | None, patches: Sequence[Path]) -> Session:
+def session_of(
+    root: Path | None, patches: Sequence[Path], forgotten: Sequence[Path] = ()
+) -> Session:
     """Open the tree that the options choose."""
     from cppmega.host import console
     from cppmega.overlay.verbs import Session
 
-    return Session(root, patches or None, console.say)
+    return Session(root, patches or None, console.say, forgotten)
 
 
 def answer(session: Session, outcome: Outcome, as_json: bool, ok: bool, closing: str) -> NoReturn:

@@ -58,6 +58,13 @@ if TYPE_CHECKING:
     help="Apply what this recipe needs, too, whatever its kind.",
     shell_complete=completion.recipes,
 )
+@click.option(
+    "--forget",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="DIRECTORY",
+    help="Leave out a catalogue that an earlier apply was given; repeatable.",
+)
 @click.option("--check", is_flag=True, help="Write nothing; exit 1 if something would be written.")
 def apply(
     root: Path | None,
@@ -67,6 +74,7 @@ def apply(
     without: Sequence[str],
     kinds: Sequence[str],
     recipe: str | None,
+    forget: Sequence[Path],
     check: bool,
 ) -> None:
     """Apply every patch to the installed Megatron.
@@ -84,7 +92,7 @@ def apply(
     from cppmega.overlay import verdict as state
 
     gc.disable()  # the process is short, and collecting would take a tenth of its time
-    session = session_of(root, patches)
+    session = session_of(root, patches, forget)
     if not as_json:
         console.say(f"megatron-core {session.read_tree().version} in {session.root}")
     outcome = overlay.apply(

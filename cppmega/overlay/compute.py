@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cppmega import __version__
+from cppmega.catalogue import loader as catalogue
 from cppmega.catalogue import revision
 from cppmega.errors import CppmegaError
 from cppmega.overlay import receipt, remembered
@@ -35,7 +36,7 @@ def changes_of(plan: Plan, catalogues: Sequence[Path]) -> tuple[dict[str, FileCh
         excluded=list(plan.excluded),
         only=plan.only,
         kinds=plan.kinds,
-        catalogues=[str(folder) for folder in catalogues],
+        catalogues=[*map(catalogue.stored, catalogues)],
         catalogue_hashes=remembered.pins(catalogues),
         stack=stack(),
         proofs=plan.loaded.receipt.proofs,

@@ -15,34 +15,31 @@ from cppmega.tree.installed import sha256
 
 
 def pins(folders: Sequence[Path]) -> dict[str, str]:
-    """Folder -> one hash of the files that loading its pages may run or read."""
-    return {str(folder): _contents(folder) for folder in folders}
+    """Folder, or name if installed -> one hash of what loading its pages may run or read."""
+    return {catalogue.stored(folder): _contents(folder) for folder in folders}
 
 
-def refuse_changed(folders: Sequence[Path], pinned: Mapping[str, str], root: Path) -> None:
-    """Refuse changed folders before anything in them is loaded.
+def refuse_changed(pinned: Mapping[str, str], root: Path) -> None:
+    """Refuse changed catalogues before anything in them is loaded.
 
     Args:
-        pinned: the result of `pins` when the catalogues were applied.
+        pinned: the result of `pins` when they were applied; an empty hash was not recorded.
 
     Raises:
         CppmegaError: `catalogue-changed`.
     """
-    changed = [folder for folder in folders if folder.is_dir() and not _same(folder, pinned)]
+    there = {name: catalogue.located(name) for name in pinned}
+    changed = [n for n, at in there.items() if at.is_dir() and _contents(at) != pinned[n]]
     if changed:
-        words = "".join(f" --patches {folder}" for folder in folders)
+        words = "".join(f" --patches {name}" for name in changed)
         raise CppmegaError(
             "catalogue-changed",
             f"{changed[0]} is not what was applied to {root}: its files have changed"
-            + (", or an older cppmega did not record their hash." if not pinned else "."),
+            + ("." if pinned[changed[0]] else ", or an older cppmega did not record their hash."),
             "Its pages are code that would run here, and someone other than the person who named "
             "the folder may have changed them.",
             f"inspect it, then pass it again: python -m cppmega.apply_patches{words}",
         )
-
-
-def _same(folder: Path, pinned: Mapping[str, str]) -> bool:
-    return pinned.get(str(folder)) == _contents(folder)
 
 
 def _contents(folder: Path) -> str:

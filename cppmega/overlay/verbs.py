@@ -39,8 +39,11 @@ class Session:
 
     root: Path | None = None
     catalogues: Sequence[Path] | None = None
-    """Folders passed as `--patches`; None: those that the receipt remembers."""
+    """Folders, or names of installed catalogues, that were passed as `--patches`, in addition to
+    those that the receipt remembers; None: the latter alone; empty: none at all."""
     say: Say = _silent
+    forgotten: Sequence[Path] = ()
+    """Remembered catalogues that are left out from now on."""
     _survey: Survey | None = None
     _pinned: Mapping[str, str] | None = None
     """Hashes of remembered catalogues; None if the user passed the folders now."""
@@ -54,12 +57,18 @@ class Session:
         for path, entries in transaction.interrupted(tree).items():
             written.setdefault(path, set()).update(entry.after for entry in entries)
         tree.check(written)
-        kept = [Path(p) for p in old.catalogues]
-        if self.catalogues is None and kept:
+        given = [catalogue.located(str(each)) for each in self.catalogues or ()]
+        left = [catalogue.located(str(each)) for each in self.forgotten]
+        remembering = self.catalogues is None or bool(given)
+        kept = [catalogue.located(each) for each in old.catalogues if remembering]
+        kept = [folder for folder in kept if folder not in (*given, *left)]
+        if kept:
             self.say("also patching from " + ", ".join(map(str, kept)) + " (from the receipt)")
-            self._pinned = old.catalogue_hashes
-        chosen = kept if self.catalogues is None else self.catalogues
-        self.catalogues = [folder.resolve() for folder in chosen]
+            self._pinned = {
+                stored: old.catalogue_hashes.get(stored, "")
+                for stored in map(catalogue.stored, kept)
+            }
+        self.catalogues = [*kept, *given]
 
     @cached_property
     def pages(self) -> dict[str, Page]:
@@ -70,7 +79,7 @@ class Session:
         """
         if self._pinned is not None:
             assert self.root is not None
-            remembered.refuse_changed(self.catalogues or (), self._pinned, self.root)
+            remembered.refuse_changed(self._pinned, self.root)
         return catalogue.load(self.catalogues or ())
 
     def read_tree(self) -> Tree:
@@ -398,7 +407,7 @@ def _needs_writing(session: Session, plan: Plan) -> bool:
         or old.only != plan.only
         or old.kinds != plan.kinds
         or old.engine != engine_revision()
-        or old.catalogues != [str(folder) for folder in session.catalogues or []]
+        or old.catalogues != [*map(catalogue.stored, session.catalogues or ())]
         or old.catalogue_hashes != remembered.pins(session.catalogues or ())
         or set(old.pages) != done
         or any(old.pages[name].text != plan.pages[name].text for name in done)

@@ -20,7 +20,8 @@ from cppmega.checkpoints import files as checkpoint_files
 from cppmega.checkpoints import tracker as checkpoint_tracker
 from cppmega.data.reading import Allowance
 from cppmega.errors import CppmegaError
-from cppmega.host import allocator, console, env
+from cppmega.host import allocator, configuration, console, env
+from cppmega.host.configuration import Configuration
 from cppmega.overlay import receipt
 from cppmega.overlay.plan import Plan
 from cppmega.overlay.receipt import Receipt
@@ -75,6 +76,8 @@ class Context:
     none."""
     arguments_from: tuple[str, ...] = ()
     """What the script imports to add arguments: `MODULE`, `MODULE:FUNCTION`."""
+    configuration: Configuration = field(default_factory=configuration.read)
+    """The team's settings here, which may name checks that are not run, each with its reason."""
     deep: bool = False
     """Also compare every kernel with its reference: minutes instead of seconds."""
 

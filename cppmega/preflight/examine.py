@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cppmega.errors import CppmegaError
+from cppmega.errors import CppmegaError, did_you_mean
 from cppmega.overlay import receipt
 from cppmega.preflight.checks import ORDER
 from cppmega.preflight.context import Context
-from cppmega.preflight.findings import Finding, NotApplicable, Refused
+from cppmega.preflight.findings import Finding, NotApplicable, Refused, Remark
 
 Progress = Callable[[str], None]
 
@@ -62,7 +62,21 @@ def examine(context: Context, progress: Progress | None = None) -> Preflight:
     """
     findings: list[Finding] = []
     unsound: set[str] = set()
+    skipped = context.configuration.skip_checks
+    for name in skipped:
+        if name not in ORDER:
+            raise CppmegaError(
+                "unknown-check",
+                f"{context.configuration.file} skips {name}, which is no check of the preflight."
+                + did_you_mean(name, ORDER),
+                "A check that was meant to be skipped would still refuse the launch.",
+                "cppmega preflight -v lists the checks",
+            )
     for name in ORDER:
+        if name in skipped:
+            why = f"skipped by {context.configuration.file}: {skipped[name]}"
+            findings.append(Finding(name, "not-applicable", what=Remark(why)))
+            continue
         module = importlib.import_module(f"cppmega.preflight.checks.{name}")
         broken = [earlier for earlier in module.AFTER if earlier in unsound]
         if broken:

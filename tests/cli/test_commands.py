@@ -305,6 +305,24 @@ def test_catalogue_without_pages_removes_nothing(
     lab.applied("theirs")
 
 
+def test_a_further_catalogue_adds_to_those_that_were_applied(
+    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lab.wheel()
+    first, second = tmp_path / "first", tmp_path / "second"
+    lab.page("theirs", f"{B}:single", 'replacing("x", "x + 1", times=1)', folder=first)
+    lab.page("others", f"{A}:Layer.backward", 'replacing("g", "g + 1", times=1)', folder=second)
+    root = ("--megatron", str(lab.root), "--json")
+    for folder in (first, second):
+        assert answer(capsys, "apply", "--patches", str(folder), *root)[0] == 0
+    lab.applied("theirs", "others")
+    shutil.rmtree(first)
+    code, value = answer(capsys, "apply", *root)
+    assert code == 1 and f"--forget {first}" in value["error"]["next"]
+    assert answer(capsys, "apply", "--forget", str(first), *root)[0] == 0
+    lab.applied("others")
+
+
 def test_wrong_root_says_what_a_root_is(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
     lab.wheel()
     for root in (lab.root / "megatron", lab.root / "nowhere", lab.root / A):

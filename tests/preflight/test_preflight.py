@@ -18,6 +18,7 @@ import pytest
 from cppmega.cli import findings as cli_findings
 from cppmega.cli.main import cli
 from cppmega.errors import CppmegaError
+from cppmega.host.configuration import Configuration
 from cppmega.preflight import checks
 from cppmega.preflight import examine as preflight
 from cppmega.preflight.context import Context
@@ -84,6 +85,18 @@ def test_a_check_whose_prerequisite_failed_is_not_run(made: dict[str, object]) -
     assert states(context, said) == (False, expected)
     assert said == ["a", "c"], "what is not run is not announced"
     assert preflight.examine(context).failures[0].error.render() == WRONG.render()
+
+
+def test_what_the_configuration_skips_is_remarked_and_not_run(made: dict[str, object]) -> None:
+    context = launch(root=patched("0.19.2"))
+    made |= {"a": "fine", "b": "fine", "c": Refused([WRONG])}
+    context.configuration = Configuration(skip_checks={"c": "the quota is ours"}, file="x.toml")
+    found = preflight.examine(context)
+    assert found.ok and found.findings[-1].what == "skipped by x.toml: the quota is ours"
+    assert isinstance(found.findings[-1].what, Remark)
+    context.configuration = Configuration(skip_checks={"d": "a typo"})
+    with pytest.raises(CppmegaError, match="unknown-check"):
+        preflight.examine(context)
 
 
 def command(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
