@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -280,7 +281,13 @@ def export(name: str, checkout: Path, branch: str, patches: Sequence[Path], as_j
     "folder",
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder of the page; in a checkout, one of the catalogue's subjects (default: "
-    "upstream_patches of a checkout, else ./patches).",
+    "upstream_patches of a checkout, else ./patches). With --catalogue, where to create it.",
+)
+@click.option(
+    "--catalogue",
+    "is_catalogue",
+    is_flag=True,
+    help="Instead of a page, write a project NAME to install, whose pages --patches NAME finds.",
 )
 @click.option(
     "--megatron",
@@ -291,7 +298,12 @@ def export(name: str, checkout: Path, branch: str, patches: Sequence[Path], as_j
 )
 @json_option
 def new(
-    name: str, targets: Sequence[str], folder: Path | None, root: Path | None, as_json: bool
+    name: str,
+    targets: Sequence[str],
+    folder: Path | None,
+    is_catalogue: bool,
+    root: Path | None,
+    as_json: bool,
 ) -> None:
     """Write the page of a new patch, with TODO wherever you have to fill something in.
 
@@ -300,9 +312,13 @@ def new(
     """
     from cppmega.authoring import scaffold
     from cppmega.catalogue import loader as catalogue
-    from cppmega.host import console
     from cppmega.tree.installed import Tree, find_root
 
+    if is_catalogue:
+        if targets or root:
+            raise click.UsageError("--catalogue takes neither --target nor --megatron.")
+        _new_catalogue(name, folder or Path(), as_json)
+        return
     where = folder or scaffold.default_folder()
     home = catalogue.catalogue_of(where / f"{name}.py")
     is_own = home.resolve() != catalogue.builtin_folder().resolve()
@@ -317,10 +333,31 @@ def new(
         f"prove it: cppmega verify {name}{extra}",
         f"add a Megatron version: cppmega pin {name} VERSION{extra}",
     ]
+    _say_written(path, [path], steps, {"page": str(path)}, as_json)
+
+
+def _new_catalogue(name: str, parent: Path, as_json: bool) -> None:
+    from cppmega.authoring import distribution
+
+    files = distribution.new(name, parent)
+    home, pages = files[0].parent, files[-1].parent
+    steps = [
+        f"write a page: cppmega new my_fix --dir {pages}",
+        f"install it: pip install -e {home}",
+        f"apply it: cppmega apply --patches {name}",
+    ]
+    _say_written(home, files, steps, {"catalogue": str(home)}, as_json)
+
+
+def _say_written(
+    what: Path, files: Sequence[Path], steps: Sequence[str], more: dict[str, Any], as_json: bool
+) -> None:
+    from cppmega.host import console
+
     if as_json:
-        written = {"ok": True, "changed": [str(path)], "page": str(path), "steps": steps}
+        written = {"ok": True, "changed": [str(file) for file in files], **more, "steps": steps}
         console.print_json({**console.ENVELOPE, **written})
         return
-    click.echo(str(path))
+    click.echo(str(what))
     for number, step in enumerate(steps, 1):
         console.say(f"{number}. {step}")
