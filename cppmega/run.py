@@ -72,6 +72,14 @@ class RunCommand:
     metavar="PAGE",
     help="Let Megatron's own code compute what this patch declines; repeatable.",
 )
+@click.option(
+    "-v",
+    "--verbose",
+    is_flag=True,
+    expose_value=False,
+    callback=lambda _context, _option, on: on and os.environ.update(CPPMEGA_VERBOSE="1"),
+    help="Name every patch that the first step has reached, or need not reach.",
+)
 @click.option("-m", "module", metavar="MODULE", help="Run this module, as `python -m` does.")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
 def run(

@@ -11,6 +11,8 @@ from cppmega.catalogue import gates
 from cppmega.errors import CppmegaError
 from cppmega.guard import allowed, files, reached_marks, rules
 from cppmega.guard.held import Guard
+from cppmega.host import env
+from cppmega.host.wording import counted as patches
 from cppmega.rules import given
 from cppmega.tree import accepted
 
@@ -137,22 +139,35 @@ def is_promised(guard: Guard, page: str) -> bool:
 
 
 def summary(guard: Guard, reached: Collection[str], counted: str = "") -> str:
-    """One line for the log: the overlay that this run trains with.
+    """Two lines for the log: the overlay that this run trains with, and what it has called.
 
     Args:
         guard: the guard of this process.
         reached: the pages that some rank has reached.
         counted: the calls of kernels, of all ranks.
     """
-    hit = sorted({*reached} & set(guard.receipt.pages))
-    idle = [f"{name} ({why})" for name, why in sorted(guard.idle.items()) if name not in reached]
+    hit, idle = _hit(guard, reached), _idle(guard, reached)
     wrapped = [f"{name} by {key}" for name, key in sorted(allowed.met().items())]
     code = accepted.name_of_code(guard.receipt.digest, accepted.in_this_process(), calls.allowed())
-    text = f"cppmega: overlay {code}; reached: {', '.join(hit) or 'none'}"
+    where = "" if env.VERBOSE.read() else f" ({env.VERBOSE.name}=1 names them)"
+    text = f"cppmega: overlay {code}; {patches(len(hit), 'patch', 'patches')} reached, "
+    text += f"{len(idle)} idle{where}\ncppmega: imported: {files.summary()}"
     text += f"; kernel calls: {counted}" if counted else ""
-    text += f"; idle: {', '.join(idle)}" if idle else ""
-    text += f"; vouched wrappers: {', '.join(wrapped)}" if wrapped else ""
-    return f"{text}; imported: {files.summary()}"
+    return text + (f"; vouched wrappers: {', '.join(wrapped)}" if wrapped else "")
+
+
+def names(guard: Guard, reached: Collection[str]) -> str:
+    """Two lines that name the pages that some rank has reached, and those that need not be."""
+    hit, idle = _hit(guard, reached), _idle(guard, reached)
+    return f"reached: {', '.join(hit) or 'none'}\nidle: {', '.join(idle) or 'none'}"
+
+
+def _hit(guard: Guard, reached: Collection[str]) -> list[str]:
+    return sorted({*reached} & set(guard.receipt.pages))
+
+
+def _idle(guard: Guard, reached: Collection[str]) -> list[str]:
+    return [f"{name} ({why})" for name, why in sorted(guard.idle.items()) if name not in reached]
 
 
 def _refuse_undecided(undecided: dict[str, set[str]], phases: tuple[str, ...]) -> None:

@@ -23,6 +23,7 @@ from cppmega.errors import CppmegaError
 from cppmega.guard import (
     agreement,
     children,
+    end_record,
     files,
     import_hook,
     imports,
@@ -48,6 +49,8 @@ from cppmega.rules import given
 T = TypeVar("T")
 
 _APPLY = "python -m cppmega.apply_patches"
+_NAMES = "patches.txt"
+"""The file of a run folder that names the pages which the first step has reached."""
 
 
 _GUARD: Guard | None = None
@@ -257,6 +260,12 @@ def after_first_step(*args: Any) -> None:
     ledger.write("stepped")
     counted = calls.summary(one.calls for one in everyone)
     _say(reached.summary(_GUARD, seen.reached, counted))
+    names = reached.names(_GUARD, seen.reached)
+    if env.VERBOSE.read():
+        _say(names)
+    if ranks.rank() == 0 and (node := end_record.node_of_this_rank()) is not None:
+        with contextlib.suppress(OSError):
+            node.run.path.joinpath(_NAMES).write_text(names + "\n")
 
 
 def after_first_log(*args: Any) -> None:

@@ -74,6 +74,11 @@ ALLOW_FALLBACK = Variable(
     "pages whose declined calls Megatron's own code may compute: page,...",
     _words,
 )
+VERBOSE = Variable(
+    "CPPMEGA_VERBOSE",
+    "1: the guard's log names every patch that the first step has reached, or need not reach",
+    is_on,
+)
 LINEAR_CE_KERNEL = Variable(
     "CPPMEGA_LINEAR_CE_KERNEL",
     "backend of the linear cross-entropy (default: auto)",
@@ -151,7 +156,8 @@ RUN = Variable(
 )
 
 VARIABLES: tuple[Variable[object], ...] = (
-    *(CACHE, RUNS, ALLOW_WRAPPER, ALLOW_FALLBACK, LINEAR_CE_KERNEL, LINEAR_CE_UPSTREAM),
+    *(CACHE, RUNS, ALLOW_WRAPPER, ALLOW_FALLBACK, VERBOSE),
+    *(LINEAR_CE_KERNEL, LINEAR_CE_UPSTREAM),
     *(INDEX_CACHE, DSA_INDEX_PATTERN, DSA_INDEXER_ROWS),
     *(NGRAM_HASH, STRUCTURE, MAMBA3, M2RNN),
     *(OVERLAY, ROOT, GUARDED_BY, PYTHON, RUN),

@@ -43,6 +43,7 @@ class Bench:
             "PYTHONPATH": f"{site}:{REPOSITORY}",
             "OMP_NUM_THREADS": "1",
             "MASTER_ADDR": "127.0.0.1",
+            "CPPMEGA_VERBOSE": "1",  # the log names the pages
         }
 
     def tree(self, name: str = "root", apply: bool = True, files: dict[str, str] | None = None):

@@ -47,6 +47,15 @@ def test_a_whole_run_is_summed_up_once(bench: Bench) -> None:
     assert "trained True" in first[1]
 
 
+def test_the_log_counts_pages_and_names_them_only_where_asked(bench: Bench) -> None:
+    made.page(bench.pages)
+    root = bench.tree()
+    ((_, _, err),) = bench.run(root, script=bench.script(), CPPMEGA_VERBOSE="")
+    first, second = (line for line in err.splitlines() if line.startswith("cppmega: "))
+    assert "1 patch reached, 0 idle (CPPMEGA_VERBOSE=1 names them)" in first
+    assert second.startswith("cppmega: imported: ") and "double_doubles" not in err
+
+
 def test_four_ranks_reach_a_page_together(bench: Bench) -> None:
     """A page is reached when one rank reaches it: pipeline stages run different code."""
     made.page(bench.pages)

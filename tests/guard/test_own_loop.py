@@ -23,9 +23,9 @@ MARKED = "guard.steps(batches(steps), model.config, ddp.ddp_config, torch_only)"
 
 def train(version: str, script: Path) -> subprocess.CompletedProcess[str]:
     root = patched(version)  # with every page
-    command = [forkserver.executable(), "-m", "cppmega.run", "--megatron", str(root), str(script)]
+    command = [forkserver.executable(), "-m", "cppmega.run", "-v", "--megatron", str(root)]
     return subprocess.run(
-        [*command, "--steps", "3"],
+        [*command, str(script), "--steps", "3"],
         env=environment(root),
         capture_output=True,
         text=True,
