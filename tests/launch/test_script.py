@@ -100,6 +100,8 @@ def test_a_script_runs_restarts_and_resumes(bench: Bench) -> None:
     assert (first.state(), first.checkpoint()) == ("finished", 3)
     assert [step.step for step in first.steps()] == [1, 2, 3]
     assert (first.path / "recipe" / "mine.py").read_text() == SCRIPT
+    reached, idle = (first.path / "patches.txt").read_text().splitlines()
+    assert reached.startswith("reached: ") and idle.startswith("idle: ")
 
     again = "--resume first --name second -- --steps 5"
     ((code, said),) = ended(start(bench, root, again, script=False))
