@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from cppmega import edits as edits_module
 from cppmega.authoring import similar
+from cppmega.authoring.from_commit import Change, Commit
 from cppmega.catalogue import loader as catalogue
 from cppmega.errors import CppmegaError, suggestion
 from cppmega.overlay import receipt
@@ -37,6 +41,7 @@ def new(
     targets: Sequence[str],
     tree: Tree | None,
     pages: Mapping[str, Page],
+    commit: Commit | None = None,
 ) -> Path:
     """Write a page that passes the header law, and mark what is left to do with TODO.
 
@@ -44,8 +49,10 @@ def new(
         name: the name of the page.
         folder: the catalogue in which to write it.
         targets: the symbols to patch.
-        tree: the tree with the texts of the targets; None if there are no targets.
+        tree: the tree with the texts of the targets; None if there are no targets. Of a commit,
+            a tree whose version is pinned too if its texts are those before the commit.
         pages: the existing catalogue, for names and symbols that are taken.
+        commit: take targets, edits and pins from it instead.
 
     Raises:
         CppmegaError: `bad-name`, `page-exists`, `bad-target`, `target-absent`, `target-ambiguous`,
@@ -67,9 +74,14 @@ def new(
             "It would be overwritten.",
             f"cppmega explain {name}, or choose another name",
         )
-    pins = {target: _fingerprint(tree, target) for target in targets} if tree else {}
-    rows = [(target, _label(tree, target), text) for target, text in pins.items()]
-    text = page_text(rows, _earlier(targets, pages))
+    if commit is None:
+        changes = [Change(t, _fingerprint(tree, t)) for t in targets] if tree else []
+        rows = [(change, {_label(tree, change.target): change.pin}) for change in changes]
+    else:
+        changes = commit.changes
+        labels = [f"before-{commit.commit[:12]}", *_labels_with(tree, changes)]
+        rows = [(change, dict.fromkeys(labels, change.pin)) for change in changes]
+    text = page_text(rows, _earlier([change.target for change in changes], pages), commit)
     folder.mkdir(parents=True, exist_ok=True)
     with path.open("x") as file:
         file.write(text)
@@ -79,6 +91,14 @@ def new(
         path.unlink()
         raise
     return path
+
+
+def _labels_with(tree: Tree | None, changes: Sequence[Change]) -> list[str]:
+    """The label of a tree if it has all texts of the changes; half of a page must not apply."""
+    with suppress(CppmegaError):
+        if tree and changes and all(_fingerprint(tree, c.target) == c.pin for c in changes):
+            return [_label(tree, changes[0].target)]
+    return []
 
 
 def _owner(tree: Tree, target: str) -> str:
@@ -147,26 +167,50 @@ def _earlier(targets: Sequence[str], pages: Mapping[str, Page]) -> list[str]:
     )
 
 
-def page_text(pins: Sequence[tuple[str, str, str]], after: Sequence[str] = ()) -> str:
+def page_text(
+    changes: Sequence[tuple[Change, Mapping[str, str]]],
+    after: Sequence[str] = (),
+    commit: Commit | None = None,
+) -> str:
     """Return the text of a new page.
 
     Args:
-        pins: target, version and fingerprint of each symbol; without any, placeholders are written.
+        changes: each symbol with its pins; without any, placeholders are written.
         after: the pages that the new one must follow.
+        commit: where the changes come from.
     """
-    rows = list(pins) or [(_NO_TARGET, "0.0.0", "0" * 16)]
+    rows = list(changes) or [(Change(_NO_TARGET, ""), {"0.0.0": "0" * 16})]
     names = ["TARGET"] if len(rows) == 1 else [f"TARGET_{n}" for n in range(1, len(rows) + 1)]
-    constants = "\n".join(_constant(n, row[0]) for n, row in zip(names, rows, strict=True))
+    constants = "\n".join(_constant(n, row[0].target) for n, row in zip(names, rows, strict=True))
     edits = "".join(_edit(name, *row) for name, row in zip(names, rows, strict=True))
     following = (
         _AFTER.format(names="".join(f'"{name}", ' for name in after).strip()) if after else ""
     )
+    used = sorted({word for word in vars(edits_module) if re.search(rf"\b{word}\(", edits)})
+    marked = any(change.mark != "" for change, _ in rows)
     return _PAGE.format(
         constants=constants,
         edits=edits,
         after=following,
         name=names[0],
+        used=", ".join(used),
+        reached="forward" if marked else "never",
+        **_of_commit(commit),
     )
+
+
+def _of_commit(commit: Commit | None) -> dict[str, str]:
+    """What a page has only if it comes from a commit."""
+    if commit is None:
+        return {"origin": "", "future": "", "definitions": ""}
+    left = [f"# TODO: {hunk}" for hunk in commit.left]
+    origin = [f"# From commit {commit.commit[:12]}, {commit.subject}", *left]
+    texts = "".join(f"\n\n{text}\n" for text in commit.definitions.values())
+    return {
+        "origin": "\n".join(origin) + "\n\n",
+        "future": "from __future__ import annotations\n\n" if texts else "",
+        "definitions": texts + "\n" if texts else "",
+    }
 
 
 def _constant(name: str, target: str) -> str:
@@ -174,20 +218,37 @@ def _constant(name: str, target: str) -> str:
     return line if len(line) <= 100 else f'{name} = (\n    "{target}"\n)'
 
 
-def _edit(name: str, target: str, version: str, pin: str) -> str:
-    other = distribution_of(target)
-    more = f'            distribution="{other}",\n' if other not in ("", "megatron-core") else ""
-    return _EDIT.format(name=name, version=version, pin=pin, distribution=more)
+def _edit(name: str, change: Change, pins: Mapping[str, str]) -> str:
+    other = distribution_of(change.target)
+    more = f'distribution="{other}",\n' if other not in ("", "megatron-core") else ""
+    for key, words in (
+        ("imports", [f'"{line}"' for line in change.imports]),
+        ("helpers", change.helpers),
+    ):
+        more += f"{key}=({', '.join(words)},),\n" if words else ""
+    more += f'mark="{change.mark}",\n' if change.mark is not None else ""
+    edit = f"edit={change.edits[0]},\n" if len(change.edits) == 1 else ""
+    if len(change.edits) > 1:
+        edit = "edit=in_order(\n" + textwrap.indent(",\n".join(change.edits), "    ") + ",\n),\n"
+    rows = ", ".join(f'"{version}": "{pin}"' for version, pin in pins.items())
+    return _EDIT.format(
+        name=name,
+        pins=rows,
+        edit=textwrap.indent(edit or _TODO_EDIT, " " * 12),
+        more=textwrap.indent(more, " " * 12),
+    )
 
 
+_TODO_EDIT = """\
+# TODO: cppmega/edits.py has further edits: inserting, body_of, in_order...
+edit=replacing("TODO_old_code", "TODO_new_code"),
+"""
 _EDIT = """\
         Edit(
             target={name},
             # Version -> fingerprint of the replaced text; `cppmega pin` adds versions.
-            pins={{"{version}": "{pin}"}},
-            # TODO: cppmega/edits.py has further edits: inserting, body_of, in_order...
-            edit=replacing("TODO_old_code", "TODO_new_code"),
-{distribution}        ),
+            pins={{{pins}}},
+{edit}{more}        ),
 """
 _AFTER = """\
     # These pages edit the same symbol; their edits are made first.
@@ -203,18 +264,18 @@ Remove: TODO: the condition under which this patch is no longer needed.
 Numerics: changes results: TODO: how; or `none (bitwise)`, or `reorders sums`.
 """
 
-from cppmega.edits import replacing
+{origin}{future}from cppmega.edits import {used}
 from cppmega.page import Edit, Patch, Source
 
 {constants}
-
+{definitions}
 PATCH = Patch(
     # Or "speed" (the same results sooner), or "feature" (only runs that ask for it change).
     purpose="fix",
     edits=(
 {edits}    ),
     # TODO: when must a run pass through the target? startup, forward, backward, save or never.
-    reached="forward",
+    reached="{reached}",
     # TODO: what the bug depends on, such as the class of a feature. Where Megatron lacks it, there
     # is nothing to fix. Never the target: if upstream renamed it, the patch would disappear.
     feature=(),

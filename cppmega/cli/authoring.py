@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import click
 from cppmega.cli import completion
 from cppmega.cli.group import FINE, NOT_AS_IT_MUST_BE, carrying, cli, json_option, patches_option
 from cppmega.cli.reports.option import Reports, report_option
+from cppmega.errors import CppmegaError
 
 
 @cli.command()
@@ -277,6 +279,12 @@ def export(name: str, checkout: Path, branch: str, patches: Sequence[Path], as_j
     help="The function, method or class to patch; repeatable.",
 )
 @click.option(
+    "--from-commit",
+    "rev",
+    metavar="REV",
+    help="Take targets and edits from a commit of the checkout of Megatron-LM at --megatron.",
+)
+@click.option(
     "--dir",
     "folder",
     type=click.Path(path_type=Path, file_okay=False),
@@ -300,6 +308,7 @@ def export(name: str, checkout: Path, branch: str, patches: Sequence[Path], as_j
 def new(
     name: str,
     targets: Sequence[str],
+    rev: str | None,
     folder: Path | None,
     is_catalogue: bool,
     root: Path | None,
@@ -309,23 +318,32 @@ def new(
 
     The page loads as it is. With --target megatron/core/transformer/mlp.py:MLP.forward the text of
     the installed Megatron is pinned. The edit, and the proof that it works, are yours to write.
+    With --from-commit only the proof is, and the hunks that no edit expresses, which are listed.
     """
-    from cppmega.authoring import scaffold
+    from cppmega.authoring import from_commit, scaffold
     from cppmega.catalogue import loader as catalogue
+    from cppmega.host import console
     from cppmega.tree.installed import Tree, find_root
 
     if is_catalogue:
-        if targets or root:
-            raise click.UsageError("--catalogue takes neither --target nor --megatron.")
+        if targets or root or rev:
+            raise click.UsageError("--catalogue takes only --dir.")
         _new_catalogue(name, folder or Path(), as_json)
         return
+    if rev and targets:
+        raise click.UsageError("--from-commit names the targets; leave out --target.")
     where = folder or scaffold.default_folder()
     home = catalogue.catalogue_of(where / f"{name}.py")
     is_own = home.resolve() != catalogue.builtin_folder().resolve()
     begun = is_own and home.is_dir() and catalogue.page_files(home)
     pages = catalogue.load([home] if begun else [])
+    commit = from_commit.read(root or find_root(), rev) if rev else None
     tree = Tree(root or find_root()) if targets else None
-    path = scaffold.new(name, where, targets, tree, pages)
+    if commit:
+        with suppress(CppmegaError):  # no Megatron is installed, or only the checkout
+            tree = Tree(find_root())
+    path = scaffold.new(name, where, targets, tree, pages, commit)
+    left = commit.left if commit else []
     extra = f" --patches {home}" if is_own else ""
     steps = [
         f"write the edit and the proof: {path}",
@@ -333,7 +351,9 @@ def new(
         f"prove it: cppmega verify {name}{extra}",
         f"add a Megatron version: cppmega pin {name} VERSION{extra}",
     ]
-    _say_written(path, [path], steps, {"page": str(path)}, as_json)
+    _say_written(path, [path], steps, {"page": str(path), "left": left}, as_json)
+    for hunk in [] if as_json else left:
+        console.say(f"left to you: {hunk}")
 
 
 def _new_catalogue(name: str, parent: Path, as_json: bool) -> None:
