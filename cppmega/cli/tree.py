@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -13,10 +14,18 @@ from typing import TYPE_CHECKING
 import click
 
 from cppmega.cli import completion
-from cppmega.cli.group import answer, cli, json_option, patches_option, session_of, tree_options
+from cppmega.cli.group import (
+    answer,
+    carrying,
+    cli,
+    json_option,
+    patches_option,
+    session_of,
+    tree_options,
+)
 from cppmega.cli.reports.option import Reports, report_option
 from cppmega.errors import CppmegaError, did_you_mean
-from cppmega.host.wording import counted
+from cppmega.host.wording import counted, listed
 from cppmega.page import PURPOSES
 
 if TYPE_CHECKING:
@@ -108,7 +117,18 @@ def apply(
     verb = "would change" if check else "changed"
     closing = f"{state.summary(outcome.verdicts)}; {verb} {counted(len(outcome.changed), 'file')}"
     if outcome.plan.failures:
-        closing = f"{state.summary(outcome.verdicts)}; nothing was changed"
+        names = [verdict.name for verdict in outcome.plan.failures]
+        chosen = [f"--kind {kind}" for kind in kinds] + (
+            [f"--recipe {shlex.quote(recipe)}"] if recipe else []
+        )
+        chosen += [f"--without {name}" for name in [*without, *names]]
+        if only:
+            chosen = [f"--only {name}" for name in only if name not in names]
+        closing = f"{state.summary(outcome.verdicts)}; nothing was changed: {listed(names)} cannot "
+        closing += "be applied"
+        if chosen:
+            command = f"python -m cppmega.apply_patches {' '.join(chosen)}"
+            closing += f"; to train without: {carrying(command, patches)}"
     elif outcome.digest:
         closing += f"; overlay {outcome.digest}"
     answer(session, outcome, as_json, ok, closing)

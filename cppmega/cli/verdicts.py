@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from cppmega.host.console import Style
@@ -23,19 +23,22 @@ STATE_WIDTH = 14
 
 def print_verdicts(verdicts: Iterable[Verdict]) -> None:
     """Print state, name and detail; for a failure also its meaning and the next command."""
-    rows = [row for verdict in verdicts for row in _rows(verdict)]
+    shown = list(verdicts)
+    last = {verdict.next: verdict.name for verdict in shown if verdict.failed}
+    rows = [row for verdict in shown for row in _rows(verdict, last)]
     for line in table(rows, widths=(STATE_WIDTH,)):
         print(line)
 
 
-def _rows(verdict: Verdict) -> Iterator[Row]:
+def _rows(verdict: Verdict, last: Mapping[str, str]) -> Iterator[Row]:
+    """Lay out a verdict; a command for several failures follows the last of them."""
     in_code = verdict.state in ("applied", "armed")
     detail = verdict.detail or (f"proof {verdict.proof}" if in_code else verdict.target)
     style = "bad" if verdict.failed else _STYLES.get(verdict.state)
     yield Row((verdict.state, verdict.name, detail), style)
     if verdict.failed:
         yield Row(("", "", f"{verdict.target}: {MEANING[verdict.state]}"))
-        if verdict.next:
+        if verdict.next and last[verdict.next] == verdict.name:
             yield Row(("", "", f"next: {verdict.next}"))
 
 

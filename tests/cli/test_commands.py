@@ -168,7 +168,16 @@ def test_state_word_first_then_name_then_detail(
     lines = [line.split() for line in out.splitlines()]
     assert lines[0][:2] == ["pending", "one"] and lines[1][:2] == ["foreign", "two"]
     assert "next: cp -r " in out and "megatron.edited && pip install --force-reinstall" in out
-    assert "nothing was changed" in err
+    assert err.rstrip().endswith(
+        "nothing was changed: two cannot be applied; to train without: python -m "
+        f"cppmega.apply_patches --megatron {lab.root} --without two"
+    )
+    lab.page("three", f"{B}:single", 'replacing("x", "x + 2", times=1)')
+    _, out, err = console(capsys, "apply", "--megatron", str(lab.root), "--only", "two")
+    assert "--without" not in err and "two cannot be applied" in err
+    code, out, err = console(capsys, "apply", "--megatron", str(lab.root))
+    assert code == 1 and out.count("next: cp -r ") == 1, "one refusal, once"
+    assert err.rstrip().endswith("--without three --without two")
 
 
 def test_unexpected_error_is_two_and_json(
