@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cppmega.authoring.drift_result import MEANING, Drift, PageDrift, Side, TargetDrift
 from cppmega.authoring.statements import StatementChange
 from cppmega.host.console import ENVELOPE, Style, styled
-from cppmega.host.wording import counted
+from cppmega.host.wording import counted, listed
 from cppmega.overlay.verdict import NEEDED
 from cppmega.page import Page
 from cppmega.tree.resolve import label_of, requirement
@@ -25,6 +26,8 @@ _STYLES: dict[str, Style] = {
 _SIGNS = {"replaced": "!", "beside": "~", "elsewhere": " ", "unknown": " "}
 LEGEND = "! upstream changed what our edit replaces   ~ it changed something next to it"
 _WIDTH = 110
+_UNSAFE = 6
+"""Patches that need work which a verdict names."""
 _LINES_KNOWN, _LINES = 8, 48
 """Maximum lines of a diff if the page knows the new text, and if it does not."""
 
@@ -153,6 +156,18 @@ def pin_command(page: Page, new: Side) -> str:
     if new.requested != requirement(label, distribution):
         command += f" --from {shlex.quote(new.requested)}"
     return command
+
+
+def verdict(drift: Drift) -> Iterator[str]:
+    """Yield how many patches fare how, and the first of those that need work, in a line each."""
+    counts = Counter(page.word for page in drift.pages)
+    yield ", ".join(f"{count} {word}" for word, count in counts.items())
+    unsafe = [page for page in drift.pages if not page.safe]
+    for page in unsafe[:_UNSAFE]:
+        said = " ".join(summary(page, drift).split())
+        yield f"{_word(page)} {page.page.name}  {_cut(said)}"
+    if len(unsafe) > _UNSAFE:
+        yield f"... {len(unsafe) - _UNSAFE} more"
 
 
 def lines(drift: Drift) -> Iterator[str]:
@@ -345,16 +360,16 @@ def closing(drift: Drift) -> str:
     also = ""
     for sentence, safe in (("upstream lost its fix again", True), ("may have lost its fix", False)):
         lost = [p.page.name for p in drift.pages if p.word == "lost-again" and p.safe is safe]
-        also += f"; {sentence}: {', '.join(lost)}" if lost else ""
+        also += f"; {sentence}: {listed(lost)}" if lost else ""
     if drift.unserved:
-        names = _listed([page.page.name for page in drift.unserved])
+        names = listed([page.page.name for page in drift.unserved])
         verb = "patch does" if len(drift.unserved) == 1 else "patches do"
         also += f"; {len(drift.unserved)} {verb} not serve {new}: {names}"
     recipes = dict.fromkeys(recipe for page in drift.unserved for recipe in page.recipes)
-    also += f"; {_listed(list(recipes))} cannot be built there" if recipes else ""
+    also += f"; {listed(list(recipes))} cannot be built there" if recipes else ""
     total = f"{sum(page.word != 'not-compared' for page in drift.pages)} patches"
     if unsafe:
-        return f"not safe: {len(unsafe)} of {total} need work for {new}: {', '.join(unsafe)}{also}"
+        return f"not safe: {len(unsafe)} of {total} need work for {new}: {listed(unsafe)}{also}"
     return (
         f"safe: all {total} are known on {new}, or not needed there{also}; upgrade, then: {APPLY}"
     )

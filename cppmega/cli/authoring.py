@@ -34,6 +34,9 @@ from cppmega.errors import CppmegaError
     help="A recipe that you train: the patches that it needs must serve NEW; repeatable.",
     shell_complete=completion.recipes,
 )
+@click.option(
+    "-v", "--verbose", is_flag=True, help="Show what changed for every patch, and what to do."
+)
 @json_option
 def drift(
     old: str,
@@ -41,6 +44,7 @@ def drift(
     patches: Sequence[Path],
     prove: bool,
     recipes: Sequence[str],
+    verbose: bool,
     as_json: bool,
     reports: Reports,
 ) -> None:
@@ -95,9 +99,11 @@ def drift(
                 row["next"] = carrying(row["next"], patches)
             console.print_json(answer)
         else:
-            for line in drift_report.lines(found):
+            for line in (drift_report.lines if verbose else drift_report.verdict)(found):
                 click.echo(carrying(line, patches))
-            if any(target.changes for page in found.pages for target in page.targets):
+            if not verbose:
+                console.say("with -v: what changed, and what to do about each patch")
+            elif any(target.changes for page in found.pages for target in page.targets):
                 console.say(drift_report.LEGEND)
             console.say(drift_report.closing(found))
         reports.write(lambda: answers.of_drift(found, patches))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from textwrap import indent
 
@@ -74,6 +75,15 @@ def test_a_change_right_beside_the_edit_is_marked(compare, tmp_path: Path) -> No
     new = OLD.replace("total * scale\n", "total * scale\n        total += 1\n")
     _, target = only(compare(OLD, new, page(tmp_path / "pages")))
     assert [change.meets for change in target.changes] == ["beside"]
+
+
+def test_a_verdict_has_at_most_ten_lines(compare, tmp_path: Path) -> None:
+    found = compare(OLD, OLD.replace("total * scale", "total"), page(tmp_path / "pages"))
+    many = replace(found, pages=found.pages * 50)
+    shown = [*drift_report.verdict(many), drift_report.closing(many)]
+    assert len(shown) < 10 and max(map(len, shown)) < 300
+    assert shown[0].startswith("50 ") and "... 44 more" in shown
+    assert "and 46 more" in shown[-1]
 
 
 def test_an_edit_that_no_longer_fits_says_why(compare, tmp_path: Path) -> None:

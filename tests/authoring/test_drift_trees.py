@@ -107,7 +107,13 @@ def test_the_command_answers_on_every_exit(tmp_path: Path) -> None:
     page(tmp_path / "pages")
     old = made.tree(tmp_path / "old", {FILE: OLD}, "1.0")
     new = made.tree(tmp_path / "new", {FILE: OLD.replace("size + 1", "size + 2")}, "2.0")
-    same = command(tmp_path / "pages", "drift", old, old)
+    brief = command(tmp_path / "pages", "drift", old, old)
+    assert (brief.returncode, brief.stdout) == (0, "1 same\n") and "with -v" in brief.stderr
+    brief = command(tmp_path / "pages", "drift", old, new)
+    assert "changed         work_works" in brief.stdout and "to do" not in brief.stdout
+    full = command(tmp_path / "pages", "drift", old, new, "-v")
+    assert "to do: " in full.stdout and "size + 2" in full.stdout
+    same = command(tmp_path / "pages", "drift", old, old, "-v")
     assert (same.returncode, same.stdout.split()) == (0, ["same", "work_works"])
     assert "safe: all 1 patches" in same.stderr
     unsafe = command(tmp_path / "pages", "drift", old, new, "--json")
