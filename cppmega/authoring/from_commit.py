@@ -13,6 +13,7 @@ import subprocess
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -25,7 +26,16 @@ from cppmega.authoring.statements import of_source
 from cppmega.errors import CppmegaError
 from cppmega.rewriting import codegen, fingerprint
 from cppmega.rewriting.errors import EditMismatchError
-from cppmega.rewriting.source import Definition, Text, decode, definitions, first_line, parse, span
+from cppmega.rewriting.source import (
+    Definition,
+    Text,
+    decode,
+    definitions,
+    first_line,
+    parse,
+    parse_silently,
+    span,
+)
 from cppmega.tree.installed import PACKAGES
 
 _TAKEN = {*vars(edits), "Edit", "Patch", "Source", "PATCH", "verify", "fixed_upstream"}
@@ -138,7 +148,9 @@ class _Reader:
         for node in [n for n in _others(new) if _outline(n) not in before]:
             self._leave(node, "", "a statement of the module is added or changed")
         for node in added:
-            text = _page_function(node, self._text([node]))
+            text = None
+            with suppress(_UnexpressedError):
+                text = _page_function(node, self._text([node]))
             known = self.made.definitions.setdefault(node.name, text or "")
             if text is None or known != text or node.name in _TAKEN or not self.changes:
                 if not known:
@@ -240,7 +252,8 @@ class _Reader:
             name = f"_{change.target.partition(':')[2].replace('.', '_').lower()}"
             renamed = text.replace(f"def {new.name}", f"def {name}", 1)
             page = _page_function(plain, renamed)
-            if str(error) or page is None or name in self.made.definitions:
+            same = _code(parse_silently(text).body) == _code([plain])  # a margin is in strings, too
+            if str(error) or page is None or not same or name in self.made.definitions:
                 raise
             self.made.definitions[name] = page
             change.edits = [f"definition_of({name})"]
@@ -344,12 +357,21 @@ class _Reader:
             start -= 1
         code = textwrap.dedent("".join(text.lines[start:end])).replace("\r\n", "\n").rstrip()
         try:
-            same = list(map(ast.dump, ast.parse(code).body)) == list(map(ast.dump, nodes))
+            same = _code(parse_silently(code).body) == _code(nodes)
         except SyntaxError:
             same = False  # an `elif`, or statements that share a line with others
         if not same:
             raise _UnexpressedError
         return code
+
+
+def _code(nodes: Sequence[Any]) -> list[str]:
+    """The syntax trees of statements; docstrings, which change with the margin, are left out."""
+    module = copy.deepcopy(ast.Module(list(nodes), []))
+    for node in ast.walk(module):
+        if isinstance(node, Definition):
+            node.body = _body(node) or [ast.Pass()]
+    return list(map(ast.dump, module.body))
 
 
 def _call(name: str, *texts: str, **named: str) -> str:

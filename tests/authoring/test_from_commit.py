@@ -76,6 +76,9 @@ def result(page: Page, old: str) -> str:
 def members(text: str) -> set[str]:
     """All statements, and the names of the definitions around them, in any order of helpers."""
     tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and (doc := ast.get_docstring(node)):
+            node.body[0] = ast.Expr(ast.Constant(doc))  # in any margin
     return {ast.unparse(node) for node in tree.body}
 
 
@@ -93,6 +96,11 @@ def members(text: str) -> set[str]:
         ("    limit = 1\n", "    limit = 1\n    more = 2\n", ["inserting"]),
         ("\n    def old(self):\n        return 1\n", "", ["replacing"]),
         ("return 1\n", "return 1\n\n    def new(self):\n        return 2\n", ["inserting"]),
+        (
+            "return 1\n",
+            'return 1\n\n    def new(self):\n        """One.\n\n        Two.\n        """\n',
+            ["inserting"],
+        ),
         ("finally:\n            self.a = None", "finally:\n            self.b = '\\n'", None),
         ("import os\n", "import os\nimport math\n", None),
     ],
