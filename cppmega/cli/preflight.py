@@ -186,8 +186,9 @@ def _examined(command: str, context: Context, patches: Sequence[Path]) -> Prefli
     """Run every check; the next commands in the findings name the user's catalogues."""
     from cppmega.host import console
     from cppmega.preflight import examine as checks
+    from cppmega.preflight.checks import ORDER
 
-    with console.Progress(command) as progress:
+    with console.Progress(command, len(ORDER)) as progress:
         examined = checks.examine(context, progress)
     with_catalogues = (replace(one, next=carrying(one.next, patches)) for one in examined.findings)
     return replace(examined, findings=tuple(with_catalogues))

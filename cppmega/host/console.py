@@ -105,30 +105,28 @@ def _mute(stream: TextIO) -> None:
 
 
 class Progress:
-    """The name of each task, printed before the task starts, in one line.
+    """The number and the name of the task that runs, in one line of a terminal on stderr.
 
-    On a terminal the line is replaced; elsewhere it grows.
+    Nothing is printed elsewhere: a log would keep what is of use for a moment.
     """
 
-    def __init__(self, title: str) -> None:
-        self.title = title
+    def __init__(self, title: str, total: int) -> None:
+        self.title, self.total = title, total
         self.terminal = sys.stderr.isatty()
-        self.begun = False
+        self.begun = 0
 
     def __call__(self, name: str) -> None:
-        """Print the name of the task that starts now."""
+        """Show the name of the task that starts now."""
+        self.begun += 1
         if self.terminal:
-            _put(f"\r\033[K{self.title}: {name}")
-        else:
-            _put(f" {name}" if self.begun else f"{self.title}: {name}")
-        self.begun = True
+            _put(f"\r\033[K{self.title}: [{self.begun}/{self.total}] {name}")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.begun:
-            _put("\r\033[K" if self.terminal else "\n")
+        if self.begun and self.terminal:
+            _put("\r\033[K")
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from cppmega.launch import resume as launch_resume
 from cppmega.launch import script as launch_script
 from cppmega.launch.request import LaunchRequest, ValidatedLaunch
 from cppmega.launch.script import Script
+from cppmega.preflight.checks import ORDER
 from cppmega.preflight.context import Context
 from cppmega.preflight.examine import examine
 from cppmega.recipe import Recipe
@@ -205,7 +206,7 @@ def _examined(context: Context, recipe: str) -> dict[str, str]:
     Raises:
         CppmegaError: the first check that does not hold, or `preflight-incomplete`.
     """
-    with console.Progress("preflight") as progress:
+    with console.Progress("preflight", len(ORDER)) as progress:
         examined = examine(context, progress)
     for finding in examined.findings:
         if finding.is_remark:

@@ -168,14 +168,12 @@ def test_a_healthy_tree_passes_every_check_and_a_run_of_it_may_start(tmp_path: P
     assert states["imported_process"] == states["live_proofs"] == "ok"
     assert states["gpus"] == states["line_parses"] == "not-applicable"
     assert answer["digest"] and answer["megatron"]["version"] == "0.19.2"
-    (line,) = [line for line in said.splitlines() if line.startswith("preflight: ")]
-    assert line.split()[1:] == list(states)
+    assert "preflight: " not in said
 
 
 def test_a_tree_without_patches_stops_before_anything_is_imported() -> None:
-    status, answer, said = preflight("smoke_cpu", "--megatron", str(pristine("0.19.2")))
+    status, answer, _ = preflight("smoke_cpu", "--megatron", str(pristine("0.19.2")))
     states = {found["check"]: found["state"] for found in answer["checks"]}
     assert status == 1 and not answer["ok"]
     assert states["receipt_whole"] == "failed"
     assert states["imported_process"] == states["live_proofs"] == "not-run"
-    assert "one_root" in said and "imported_process" not in said
