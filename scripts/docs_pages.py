@@ -52,6 +52,7 @@ ORDER = (
     ("My run was refused", "refused.md"),
     ("What goes with what", "combinations.md"),
     ("Kernels without a patch", "kernels.md"),
+    ("Python API", "api.md"),
     ("I upgrade Megatron", "upgrade-megatron.md"),
     ("I upgrade cppmega", "upgrades.md"),
     ("I write a patch", "write-a-patch.md"),
