@@ -14,6 +14,8 @@ version=$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' cppmega/__init__.py)
 newest=$(sed -n 's/^## \[\([0-9][^]]*\)\].*/\1/p' CHANGELOG.md | head -1)
 [ "$version" = "$newest" ] || fail "cppmega is $version, but CHANGELOG.md ends with $newest; make them agree"
 grep -q "^version = \"$version\"$" pyproject.toml || fail "pyproject.toml has another version than $version"
+sed '1,/^## \[Unreleased\]/d; /^## \[/,$d' CHANGELOG.md | grep -q "^- " &&
+  fail "CHANGELOG.md has entries that belong to no release; cut one, and raise the version"
 [ -z "$(git status --porcelain)" ] || fail "the tree has changes that no commit has; commit or stash them"
 
 work=$(mktemp -d)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import cppmega
 from tests.support import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
@@ -69,8 +70,8 @@ def missing(name: str) -> bool:
     return not (PACKAGE / parts[0]).is_dir() and parts[0] not in NO_MODULES
 
 
-NO_MODULES = ("upstream_patches", "toml", "catalogues")
-"""The folder of pages, the file of settings, and the group of entry points."""
+NO_MODULES = ("upstream_patches", "toml", "catalogues", *cppmega.__all__)
+"""The folder of pages, the file of settings, the group of entry points, and functions."""
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(REPOSITORY)))

@@ -48,9 +48,9 @@ def located(name: str) -> Path:
     value is the package that holds the pages. That package is found without being imported.
     """
     path = Path(name)
-    if path.is_dir() or len(path.parts) != 1:
+    if len(path.parts) != 1 or (path.is_dir() and page_files(path)):
         return path.resolve()
-    return _installed().get(name, path.resolve())
+    return _installed().get(name, path.resolve())  # beside a project there is a folder of its name
 
 
 def stored(folder: Path) -> str:

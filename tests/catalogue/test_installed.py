@@ -28,3 +28,14 @@ def test_it_is_found_by_name_and_not_imported(team: Path) -> None:
     assert catalogue.located("team") == team
     assert catalogue.stored(team) == "team"
     assert catalogue.located("nobody") == Path("nobody").resolve()
+
+
+def test_a_folder_of_that_name_counts_if_it_has_pages(
+    team: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    here = tmp_path / "team"
+    here.mkdir()
+    assert catalogue.located("team") == team
+    (here / "mine.py").touch()
+    assert catalogue.located("team") == here
