@@ -91,6 +91,13 @@ class Comparison:
             worker.close()
 
     def _texts_of(self, worker: Worker) -> Texts:
-        assert not list(worker.answers())
-        assert worker.texts is not None, f"no texts were computed: {worker.last}"
+        for _ in worker.answers():
+            pass  # it computes texts, and proves nothing
+        if worker.texts is None:
+            raise CppmegaError(
+                "texts-not-computed",
+                f"A process that computes the patched texts ended early: {worker.last}.",
+                "It is unknown whether an edit writes the same text on every machine.",
+                "run `cppmega verify` again, where processes can start",
+            )
         return worker.texts
