@@ -13,6 +13,7 @@ import pytest
 from cppmega.errors import CppmegaError
 from cppmega.guard import agreement, files, ranks
 from cppmega.guard.agreement import Answer
+from cppmega.guard.reached import NOTHING
 from cppmega.overlay.receipt import PatchedFile, Receipt
 from cppmega.tree.installed import sha256
 from tests.guard.sites import FILES, A, B, Site
@@ -149,7 +150,7 @@ def test_a_module_inside_an_extension_is_the_extension(site: Site) -> None:
 
 def answered(where: str, **details: Any) -> Answer:
     blank = {"overlay": "d", "stack": {}, "files": "f", "problem": None, "replaced": None}
-    return Answer(where, **{**blank, "reached": frozenset(), "calls": {}, **details})
+    return Answer(where, **{**blank, "seen": NOTHING, "calls": {}, **details})
 
 
 def test_ranks_are_compared_file_by_file(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,11 +89,18 @@ while "cppmega.launch.agent" in sys.orig_argv and not Path({begin!r}).exists():
 
 def until(holds: Callable[[], bool], run: Run) -> None:
     """Wait for something that a run will do."""
-    deadline = time.monotonic() + PATIENCE
+    begun = last_alive = time.monotonic()
     while not holds():
+        now = time.monotonic()
+        last_alive = now if run.state() in ("starting", "running", "stopping") else last_alive
         said = "".join(node.console.read_text() for node in run.nodes() if node.console.exists())
-        assert time.monotonic() < deadline, f"{run.state()} after {PATIENCE:.0f} s\n{said[-3000:]}"
+        waited = f"{run.state()} after {now - begun:.0f} s\n{said[-3000:]}"
+        assert now < begun + PATIENCE and now < last_alive + ENDED, waited
         time.sleep(0.05)
+
+
+ENDED = 60.0
+"""Seconds after the end of a run in which something may still be written."""
 
 
 class Bench:

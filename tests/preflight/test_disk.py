@@ -7,7 +7,6 @@ import json
 import os
 import py_compile
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ from cppmega.preflight import examine as preflight
 from cppmega.preflight.context import Context
 from cppmega.recipe.run_options import RunOptions
 from cppmega.tree.installed import Tree, sha256
-from tests import forkserver
 from tests.preflight.contexts import (
     SLICE,
     SMOKE,
@@ -366,13 +364,6 @@ def proved(lab: Lab, **fields: object) -> Receipt:
     return receipt.load(Tree(lab.root)).receipt
 
 
-@pytest.fixture
-def proving_forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forks prove, which need not import the engine again."""
-    monkeypatch.setattr(sys, "executable", forkserver.executable())
-
-
-@pytest.mark.usefixtures("proving_forks")
 def test_proofs(lab: Lab) -> None:
     needing = SLICE.with_(patches=("page",))
     training = {"root": lab.root, "training_machine": True}
@@ -389,7 +380,6 @@ def test_proofs(lab: Lab) -> None:
     refuses("proofs", "proof-stale", launch(root=lab.root))
 
 
-@pytest.mark.usefixtures("proving_forks")
 def test_a_failed_proof_that_passes_now(lab: Lab) -> None:
     """As one that an earlier release ran with a switch of somebody's shell."""
     proof = "from megatron.core.a import double\nassert double(True) is not True\n"

@@ -74,10 +74,14 @@ PATCH = Patch(
         ),
         Edit(
             target=REDUCE,
-            pins=dict.fromkeys(
-                ("0.16.1", "0.17.1", "0.18.2", "0.19.2", "main-d98e8a64", "dev-d48bd6be"),
-                "1d56d77b170340e4",
-            ),
+            pins={
+                "0.16.1": "1d56d77b170340e4",
+                "0.17.1": "1d56d77b170340e4",
+                "0.18.2": "1d56d77b170340e4",
+                "0.19.2": "1d56d77b170340e4",
+                "main-d98e8a64": "1d56d77b170340e4",
+                "dev-d48bd6be": "1d56d77b170340e4",
+            },
             edit=replacing(
                 SUMMED,
                 f"""(
