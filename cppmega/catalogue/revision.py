@@ -132,7 +132,7 @@ def _module(name: str) -> _Module | None:
 
 
 def _parents(name: str) -> Iterator[str]:
-    """Packages whose `__init__` an import runs too; the outermost only defines the version."""
+    """Packages whose `__init__` an import runs too; the outermost does nothing by itself."""
     parts = name.split(".")
     yield from (".".join(parts[:count]) for count in range(2, len(parts)))
 

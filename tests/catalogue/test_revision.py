@@ -274,10 +274,13 @@ def test_the_engine_is_what_its_entrances_import() -> None:
     assert not {name for name in covered if name.startswith("cppmega.ops")}
 
 
-def test_the_package_itself_holds_nothing_but_its_version() -> None:
+def test_the_package_itself_offers_names_and_does_nothing() -> None:
     """Its `__init__` is run by every import and is in no hash."""
     tree = ast.parse(Path(cppmega.__file__).read_bytes())
-    assert [type(node) for node in tree.body] == [ast.Expr, ast.Assign]
+    imports, on_use = (ast.ImportFrom, ast.Import, ast.ImportFrom, ast.If), ast.FunctionDef
+    assert [type(n) for n in tree.body] == [ast.Expr, *imports, ast.Assign, ast.Assign, on_use]
+    assert ast.unparse(tree.body[4].test) == "TYPE_CHECKING"
+    assert tree.body[-1].name == "__getattr__"
 
 
 def test_what_is_known_of_files_is_kept_and_not_believed_of_other_rules(
