@@ -23,7 +23,8 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "benchmarks" / "results" / "stacks.json"
-NIGHTLY = "https://download.pytorch.org/whl/nightly/cpu"
+NIGHTLY = "TORCH_NIGHTLY_INDEX"
+"""The variable with the address at which torch's nightly builds for a CPU are found."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,15 @@ def build(folder: Path, stack: Stack) -> Path:
     python = folder / "bin" / "python"
     if (folder / "complete").exists():
         return python
+    nightly = "--pre" in stack.torch
+    if nightly and not os.environ.get(NIGHTLY):
+        sys.exit(f"stacks: set {NIGHTLY} to the address of torch's nightly builds for a CPU")
+    found = {**os.environ, "UV_INDEX": os.environ[NIGHTLY]} if nightly else None
     uv = [sys.executable, "-m", "uv"]
     subprocess.run([*uv, "venv", "-q", "--clear", "--python", stack.python, folder], check=True)
     install = [*uv, "pip", "install", "-q", "--python", python]
-    index = ["--extra-index-url", NIGHTLY] if "--pre" in stack.torch else []
-    subprocess.run([*install, *index, *stack.torch.split(), "numpy", "psutil"], check=True)
+    packages = [*stack.torch.split(), "numpy", "psutil"]
+    subprocess.run([*install, *packages], env=found, check=True)
     # Without dependencies, so that nothing takes the torch away.
     subprocess.run([*install, "--no-deps", stack.megatron], check=True)
     subprocess.run(
@@ -127,7 +132,8 @@ def _summary(step: str, lines: list[str]) -> str:
         kinds = ("passed", "unverified", "stale", "failed")
         return ", ".join(f"{words[kind]} {kind}" for kind in kinds if words[kind])
     if step == "smoke":
-        return "trains" if any("overlay" in line and "reached:" in line for line in lines) else ""
+        reached = any(re.search(r"\d+ patch(es)? reached, ", line) for line in lines)
+        return "trains" if reached else ""
     told = [line for line in lines if re.search(r"\d+ (passed|failed|applied)", line)]
     return re.sub(r"; changed .*| in [\d.]+s.*", "", (told or [""])[-1].strip("= "))
 
