@@ -280,14 +280,7 @@ def test_a_page_of_a_later_phase_is_checked_when_that_phase_ends(
         "megatron/training/global_vars.py": "def get_args():\n    return None\n",
     }
     made.page(bench.pages)
-    made.page(
-        bench.pages,
-        "half_halves",
-        target="megatron/core/thing.py:half",
-        source="def half(x):\n    return x / 2\n",
-        edit='replacing("return x / 2", "return x * 0.5")',
-        patch=f'reached="{phase}"',
-    )
+    made.second_page(bench.pages, phase)
     root = bench.tree(files=files)
     script = bench.folder / "pretrain.py"
     script.write_text("from megatron.training import training\ntraining.train(2)\n")

@@ -122,14 +122,7 @@ def test_two_hosts_train_one_run_and_must_have_one_overlay(bench: Bench) -> None
     run = Run(bench.folder / "runs" / "both")
     assert (run.state(), run.checkpoint(), len(run.nodes())) == ("finished", 2, 2)
 
-    made.page(
-        bench.pages,
-        "half_halves",
-        target="megatron/core/thing.py:half",
-        source="def half(x):\n    return x / 2\n",
-        edit='replacing("return x / 2", "return x * 0.5")',
-        patch='reached="never"',
-    )
+    made.second_page(bench.pages, "never")
     bench.cppmega("apply", other)
     first = start(bench, root, where + "differ" + own)
     run = Run(bench.folder / "runs" / "differ")

@@ -170,3 +170,15 @@ def page(
         )
     )
     return file
+
+
+def second_page(folder: Path, reached: str) -> Path:
+    """Write the page `half_halves`, which edits the other function of the same file."""
+    return page(
+        folder,
+        "half_halves",
+        target="megatron/core/thing.py:half",
+        source="def half(x):\n    return x / 2\n",
+        edit='replacing("return x / 2", "return x * 0.5")',
+        patch=f"reached={reached!r}",
+    )
