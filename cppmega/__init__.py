@@ -4,11 +4,7 @@
 training loop calls; `cppmega.kernels` needs none of them.
 """
 
-from __future__ import annotations
-
-import importlib
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # as in `typing`, which a module of the working directory could be here
 if TYPE_CHECKING:
     from cppmega.api import apply, status
 
@@ -16,8 +12,10 @@ __version__ = "0.1.0"
 __all__ = ["__version__", "apply", "status"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import what is offered here where it is first used: the kernels need nothing of the rest."""
+    import importlib
+
     if name in ("guard", "kernels"):
         return importlib.import_module(f"{__name__}.{name}")
     if name in ("apply", "status"):

@@ -277,9 +277,10 @@ def test_the_engine_is_what_its_entrances_import() -> None:
 def test_the_package_itself_offers_names_and_does_nothing() -> None:
     """Its `__init__` is run by every import and is in no hash."""
     tree = ast.parse(Path(cppmega.__file__).read_bytes())
-    imports, on_use = (ast.ImportFrom, ast.Import, ast.ImportFrom, ast.If), ast.FunctionDef
-    assert [type(n) for n in tree.body] == [ast.Expr, *imports, ast.Assign, ast.Assign, on_use]
-    assert ast.unparse(tree.body[4].test) == "TYPE_CHECKING"
+    assigned, on_use = (ast.Assign, ast.Assign), ast.FunctionDef
+    assert [type(n) for n in tree.body] == [ast.Expr, ast.Assign, ast.If, *assigned, on_use]
+    assert ast.unparse(tree.body[1]) == "TYPE_CHECKING = False"
+    assert ast.unparse(tree.body[2].test) == "TYPE_CHECKING"
     assert tree.body[-1].name == "__getattr__"
 
 
