@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import re
 import shlex
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -50,16 +51,20 @@ def located(name: str) -> Path:
     path = Path(name)
     if len(path.parts) != 1 or (path.is_dir() and page_files(path)):
         return path.resolve()
-    return _installed().get(name, path.resolve())  # beside a project there is a folder of its name
+    return _installed(tuple(sys.path)).get(
+        name, path.resolve()
+    )  # beside a project there is a folder of its name
 
 
 def stored(folder: Path) -> str:
     """What a receipt remembers of a catalogue: its name if it is installed, else its path."""
-    named = (name for name, at in _installed().items() if at == folder)
+    named = (name for name, at in _installed(tuple(sys.path)).items() if at == folder)
     return next(named, str(folder))
 
 
-def _installed() -> dict[str, Path]:
+@functools.cache
+def _installed(_path: tuple[str, ...]) -> dict[str, Path]:
+    """The folders of installed catalogues; to ask every distribution on the path takes a while."""
     from importlib.metadata import entry_points
 
     found = {}
