@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 
@@ -45,23 +46,26 @@ def main(
     """
     try:
         own = tokenizers.load(tokenizer, eod).vocab_size if tokenizer is not None else None
-        for prefix in prefixes:
-            print(_read(prefix, vocab_size or own, zeros_are_data), flush=True)
+        for number, prefix in enumerate(prefixes, 1):
+            at = console.position(number, len(prefixes))
+            print(_read(prefix, at, vocab_size or own, zeros_are_data), flush=True)
     except CppmegaError as error:
         print(error.render(), file=sys.stderr)
         sys.exit(1)
 
 
-def _read(prefix: Path, vocab_size: int | None, zeros_are_data: bool) -> str:
+def _read(prefix: Path, at: str, vocab_size: int | None, zeros_are_data: bool) -> str:
+    """Read a dataset; `at` is its place among all."""
     found = corpus.open_(prefix)
-    reading = _read_one(found, zeros_are_data)
+    read_one = functools.partial(_read_one, at)
+    reading = read_one(found, zeros_are_data)
     allowed = vocab_size or _of_the_card(found)
     if allowed is not None:
         corpus.check_width(found, allowed)
     data_reading.check(found, reading, allowed or max(reading.highest + 1, 1))
     structure = found.card.structure if found.card is not None else None
     if structure is not None:
-        structure_files.check(found, _read_one)
+        structure_files.check(found, read_one)
     also = f", {structure.said}" if structure is not None else ""
     return (
         f"{prefix} {data_record.name(found)} {found.documents} documents {found.tokens} tokens, "
@@ -69,8 +73,8 @@ def _read(prefix: Path, vocab_size: int | None, zeros_are_data: bool) -> str:
     )
 
 
-def _read_one(found: Corpus, zeros_are_data: bool = False) -> Reading:
-    with progress.of_bytes(f"reading {found.prefix.name}", found.size) as advance:
+def _read_one(at: str, found: Corpus, zeros_are_data: bool = False) -> Reading:
+    with progress.of_bytes(f"{at} reading {found.prefix.name}", found.size) as advance:
         return data_reading.read(found, advance=advance, zeros_are_data=zeros_are_data)
 
 

@@ -37,7 +37,7 @@ from unittest import mock
 
 from cppmega.guard import swaps
 from cppmega.guard.files import only_from
-from cppmega.host import process
+from cppmega.host import console, process
 from cppmega.overlay.plan import Plan
 from cppmega.page import Page
 from cppmega.proof import worker
@@ -355,10 +355,11 @@ def main() -> None:
     os.environ.setdefault("TESTS_SCRATCH", tempfile.mkdtemp(prefix="cppmega-tests-"))
     options = [] if given.until is None else ["--until", str(given.until)]
     for version, names in releases(given.pages).items():
-        for found in prove(version, names, *options):
+        for number, found in enumerate(prove(version, names, *options), 1):
             total = len(found.killed) + len(found.survived)
             counts = f"{len(found.killed):>4} of {total:>3} killed in {found.seconds:5.1f} s"
-            print(f"{counts}  {found.page} ({version}) {found.problem}", flush=True)
+            at = console.position(number, len(names))
+            print(f"{at} {counts}  {found.page} ({version}) {found.problem}", flush=True)
             for text in found.survived:
                 print(f"       survives: {text}", flush=True)
 

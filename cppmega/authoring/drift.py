@@ -16,6 +16,7 @@ from cppmega.authoring import similar, statements
 from cppmega.authoring.drift_result import MEANING, Drift, PageDrift, Side, TargetDrift, Word
 from cppmega.authoring.statements import Touched
 from cppmega.errors import CppmegaError
+from cppmega.host import console
 from cppmega.overlay import plan as planning
 from cppmega.overlay import receipt
 from cppmega.overlay.receipt import Loaded, Receipt
@@ -71,7 +72,7 @@ def compare(
     order = planning.in_order(pages)
     drifts = [
         _page(pages[name], before, after, order, tuple((wanted or {}).get(name, ())))
-        for name in sorted(pages)
+        for name in console.each("comparing", sorted(pages))
     ]
     words = list(MEANING)
     drifts.sort(key=lambda page: (page.safe and page.word != "lost-again", words.index(page.word)))

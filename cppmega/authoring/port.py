@@ -46,16 +46,20 @@ class Ported:
 
 
 def carries_over(page: PageDrift) -> bool:
-    """Whether the edit fits the new text, and means there what it means in the old one."""
+    """Whether a page is to be pinned: its edit fits the new text, and means there what it did."""
     unknown = [target for target in page.targets if not target.known]
-    return page.word == "changed" and all(
-        target.word in ("same", "left")
-        or (
-            target.word == "changed"
-            and target.fits is True
-            and all(change.meets in ("elsewhere", "beside") for change in target.changes)
+    return (
+        page.word == "changed"
+        and not page.safe
+        and all(
+            target.word in ("same", "left")
+            or (
+                target.word == "changed"
+                and target.fits is True
+                and all(change.meets in ("elsewhere", "beside") for change in target.changes)
+            )
+            for target in unknown
         )
-        for target in unknown
     )
 
 

@@ -214,8 +214,10 @@ def port(old: str, new: str, label: str, patches: Sequence[Path], as_json: bool)
         ]
         found = drifting.compare(sides[0], sides[1], pages)
 
+        carried = [one.page.name for one in found.pages if porting.carries_over(one)]
+
         def pin_page(page: Page) -> pinning.Pinned:
-            console.say(page.name)
+            console.numbered(carried.index(page.name) + 1, len(carried))(page.name)
             scratch = Path(folder) / page.name
             scratch.mkdir()
             version = label or resolve.label_of(found.new.tree, page.patch.distributions[0])

@@ -9,8 +9,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal, Self, TextIO
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, ClassVar, Literal, Self, TextIO
 
 import click
 
@@ -89,7 +89,7 @@ def of_system(error: OSError) -> CppmegaError:
 
 def say(message: str) -> None:
     """Print a line of progress; if its reader is gone, the command continues."""
-    _put(f"{message}\n")
+    _put(f"{_ERASED if Progress.shown else ''}{message}\n")
 
 
 def _put(text: str) -> None:
@@ -104,29 +104,57 @@ def _mute(stream: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+def numbered(number: int, total: int) -> Callable[[str], None]:
+    """Return a `say` whose lines begin with the place of a task among all."""
+    return lambda message: say(f"{position(number, total)} {message}")
+
+
 class Progress:
     """The number and the name of the task that runs, in one line of a terminal on stderr.
 
-    Nothing is printed elsewhere: a log would keep what is of use for a moment.
+    Nothing is printed elsewhere: a log would keep what is of use for a moment. Of two that are
+    nested, the outer one is shown.
     """
+
+    shown: ClassVar[Progress | None] = None
 
     def __init__(self, title: str, total: int) -> None:
         self.title, self.total = title, total
-        self.terminal = sys.stderr.isatty()
         self.begun = 0
 
     def __call__(self, name: str) -> None:
         """Show the name of the task that starts now."""
         self.begun += 1
-        if self.terminal:
-            _put(f"\r\033[K{self.title}: [{self.begun}/{self.total}] {name}")
+        if Progress.shown is self:
+            line = f"{self.title}: {position(self.begun, self.total)} {name}"
+            _put(f"{_ERASED}{line[: shutil.get_terminal_size().columns - 1]}")
 
     def __enter__(self) -> Self:
+        if Progress.shown is None and sys.stderr.isatty():
+            Progress.shown = self
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.begun and self.terminal:
-            _put("\r\033[K")
+        if Progress.shown is self:
+            Progress.shown = None
+            if self.begun:
+                _put(_ERASED)
+
+
+_ERASED = "\r\033[K"
+
+
+def position(number: int, total: int) -> str:
+    """The place of a task among all, such as `[12/53]`."""
+    return f"[{number:>{len(str(total))}}/{total}]"
+
+
+def each(title: str, names: Collection[str]) -> Iterator[str]:
+    """Yield the names; each is shown as a `Progress` while the caller works on it."""
+    with Progress(title, len(names)) as progress:
+        for name in names:
+            progress(name)
+            yield name
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from cppmega import __version__
 from cppmega.catalogue import loader as catalogue
 from cppmega.catalogue import revision
 from cppmega.errors import CppmegaError
+from cppmega.host import console
 from cppmega.overlay import receipt, remembered
 from cppmega.overlay.diagnose import restoring
 from cppmega.overlay.plan import Plan, comes_after
@@ -43,8 +44,8 @@ def changes_of(plan: Plan, catalogues: Sequence[Path]) -> tuple[dict[str, FileCh
     )
     changes = dict(restored(plan, keep=set(plan.work)))
     after: dict[str, str] = {}
-    for path, work in plan.work.items():
-        file = plan.views[path]
+    for path in console.each("patching", plan.work):
+        work, file = plan.work[path], plan.views[path]
         assert file.pristine is not None
         done = rewritten(plan, path)
         after |= {f"{path}:{symbol}": fingerprint for symbol, fingerprint in done.after.items()}

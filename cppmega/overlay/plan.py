@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from cppmega.catalogue import gates
 from cppmega.catalogue.revision import changed, engine_revision
+from cppmega.host import console
 from cppmega.overlay.diagnose import Diagnosis, FileView, diagnose, view
 from cppmega.overlay.receipt import Loaded, PatchedPage, Receipt, Written
 from cppmega.overlay.survey import Survey
@@ -130,7 +131,8 @@ def make(
     changed_here = {p: v for p, v in plan.views.items() if v.patched or v.foreign}
     survey.pristine = {p: v.pristine for p, v in changed_here.items() if v.pristine}
     diagnoses: dict[str, Diagnosis] = {}
-    for name, page in sorted(pages.items()):
+    for name in console.each("comparing", sorted(pages)):
+        page = pages[name]
         off = _off(page, plan.excluded, environment)
         if off is not None:
             plan.verdicts[name] = off

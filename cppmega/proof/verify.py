@@ -17,6 +17,7 @@ from typing import Any
 
 from cppmega.catalogue.loader import BUILTIN
 from cppmega.errors import CppmegaError
+from cppmega.host import console
 from cppmega.overlay import receipt, transaction
 from cppmega.overlay.plan import Plan, comes_after
 from cppmega.overlay.receipt import ProvedPage
@@ -219,6 +220,7 @@ class _Proving:
         server: ForkServer | None = None,
     ) -> None:
         self.root, self.pages = root, pages
+        self._answered = 0
         self._side, self._plan, self._say, self._server = side, plan, say, server
         self._on_gpu = [page for page in pages if uses_gpu(page)]
         self._on_cpu = [page for page in pages if page not in self._on_gpu]
@@ -249,7 +251,9 @@ class _Proving:
 
     def _said(self, worker: Worker) -> Iterator[tuple[str, ProofRun]]:
         for name, run in worker.answers():
-            self._say(f"verify: {self._side:<7} {run.result:<7} {name}")
+            self._answered += 1
+            at = console.position(self._answered, len(self.pages))
+            self._say(f"verify: {self._side:<7} {at} {run.result:<7} {name}")
             yield name, run
 
 

@@ -155,20 +155,24 @@ def test_what_is_printed_in_short_and_in_full(capsys: pytest.CaptureFixture[str]
 
 
 def test_progress_is_one_line_of_a_terminal_and_nothing_in_a_pipe() -> None:
+    """Nor is work within the work shown, or a message written behind a name."""
     script = (
         "from cppmega.host import console\n"
         "with console.Progress('preflight', 2) as progress:\n"
-        "    for name in ('one', 'two'): progress(name)\n"
+        "    progress('one')\n"
+        "    for _ in console.each('inner', 'ab'): pass\n"
+        "    progress('two')\n"
+        "    console.numbered(3, 10)('said')\n"
     )
     command = [sys.executable, "-c", script]
     piped = subprocess.run(command, env=PATH, stderr=subprocess.PIPE, text=True, check=True)
-    assert piped.stderr == ""
+    assert piped.stderr == "[ 3/10] said\n"
     outer, inner = pty.openpty()
     subprocess.run(command, env=PATH, stderr=inner, check=True)
     os.close(inner)
     start = "\r\033[K"
     assert shown(outer).decode() == (
-        f"{start}preflight: [1/2] one{start}preflight: [2/2] two{start}"
+        f"{start}preflight: [1/2] one{start}preflight: [2/2] two{start}[ 3/10] said\r\n{start}"
     )
 
 

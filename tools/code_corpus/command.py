@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from cppmega.errors import CppmegaError
-from cppmega.host import progress
+from cppmega.host import console, progress
 from tools.code_corpus import archive as archives
 from tools.code_corpus import download, listing, make
 
@@ -61,7 +61,8 @@ def main(
 
 def _pack(archive: Path, sources: tuple[listing.Source, ...]) -> None:
     files = {
-        one: download.fetched(one, lambda text: print(text, file=sys.stderr)) for one in sources
+        one: download.fetched(one, console.numbered(number, len(sources)))
+        for number, one in enumerate(sources, 1)
     }
     with progress.of_bytes("packing", sum(file.stat().st_size for file in files.values())) as step:
         manifest = archives.pack(sources, files, archive, step)
