@@ -11,7 +11,7 @@ import signal
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -48,10 +48,10 @@ with contextlib.suppress(ImportError):
     _SHIPPED, _load = loader.builtin_folder(), loader.load
     _pages = functools.cache(_load)
 
-    def _shared(extra: Sequence[Path] = ()) -> dict[str, Page]:
+    def _shared(extra: Sequence[Path] = (), *more: Any) -> dict[str, Page]:
         """Load the shipped pages, whose files no test changes, once in a process."""
         shipped = not extra and loader.builtin_folder() == _SHIPPED
-        return dict(_pages()) if shipped else _load(extra)
+        return dict(_pages()) if shipped else _load(extra, *more)
 
     loader.load = _shared
 

@@ -13,7 +13,7 @@ import importlib.util
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +22,7 @@ import msgspec
 
 from cppmega.catalogue import revision
 from cppmega.errors import CppmegaError, did_you_mean
-from cppmega.host import env, load_file, paths
+from cppmega.host import console, env, load_file, paths
 from cppmega.page import KINDS, PURPOSES, REACHED, Page, Patch, left_alone
 from cppmega.rewriting.code_text import code_of
 from cppmega.tree.installed import PACKAGES
@@ -76,14 +76,31 @@ def _installed(_path: tuple[str, ...]) -> dict[str, Path]:
     return found
 
 
-def load(extra: Sequence[Path] = ()) -> dict[str, Page]:
+def load(
+    extra: Sequence[Path] = (),
+    needed: Collection[str] | None = None,
+    say: Callable[[str], None] = console.say,
+) -> dict[str, Page]:
     """Load every page of the built-in catalogue and of the extra folders, by name.
+
+    Args:
+        needed: the pages that a command is about. Others of the extra folders are left out with a
+            remark if they cannot be loaded, since they may be unfinished. None: every page.
+        say: prints the remarks.
 
     Raises:
         CppmegaError: `bad-page` (the header law), `page-failed`, `duplicate-page`,
             `no-catalogue`, `empty-catalogue`, `unknown-page` (in an `after`), `after-cycle`.
     """
     pages: dict[str, Page] = {}
+    left_out: dict[str, CppmegaError] = {}
+
+    def leave_out(name: str, label: str, error: CppmegaError) -> None:
+        if needed is None or name in needed or label == BUILTIN:
+            raise error
+        left_out[name] = error
+        say(f"{name} is left out, because it cannot be loaded: {error.what}")
+
     for folder, label in [(builtin_folder(), BUILTIN), *((f, str(f)) for f in extra)]:
         if not folder.is_dir():
             raise CppmegaError(
@@ -96,19 +113,25 @@ def load(extra: Sequence[Path] = ()) -> dict[str, Page]:
         found = page_files(folder)
         if not found and label != BUILTIN:
             raise _empty(folder)
-        for page in (load_page(name, path, label) for name, path in found):
-            if page.name in pages:
+        for name, path in found:
+            if name in pages:
                 raise CppmegaError(
                     "duplicate-page",
-                    f"{page.name} is in {pages[page.name].catalogue} and in {label}.",
+                    f"{name} is in {pages[name].catalogue} and in {label}.",
                     "One of them would silently win.",
                     "rename one of the two files",
                 )
-            pages[page.name] = page
-    for page in pages.values():
-        for other in page.patch.after:
-            if other not in pages:
-                raise unknown(other, pages, f"{page.name} declares after={other!r}")
+            try:
+                pages[name] = load_page(name, path, label)
+            except CppmegaError as error:
+                leave_out(name, label, error)
+    while dangling := [
+        (page, other) for page in pages.values() for other in page.patch.after if other not in pages
+    ]:
+        page, other = dangling[0]
+        missing = unknown(other, pages, f"{page.name} declares after={other!r}")
+        leave_out(page.name, page.catalogue, left_out.get(other, missing))
+        del pages[page.name]
     _refuse_cycle(pages)
     return pages
 

@@ -155,7 +155,7 @@ def pin(
     from cppmega.host import console
     from cppmega.tree import resolve
 
-    page = catalogue.get(catalogue.load(patches), name)
+    page = catalogue.get(catalogue.load(patches, [name]), name)
     with tempfile.TemporaryDirectory(prefix="cppmega-pin-") as folder:
         scratch = Path(folder)
         release = resolve.requirement(version, page.patch.distributions[0])
@@ -267,7 +267,7 @@ def export(name: str, checkout: Path, branch: str, patches: Sequence[Path], as_j
     from cppmega.host import console
     from cppmega.tree.installed import Tree
 
-    page = catalogue.get(catalogue.load(patches), name)
+    page = catalogue.get(catalogue.load(patches, [name]), name)
     done = exporting.export(page, Tree(checkout.absolute()), branch)
     if as_json:
         console.print_json({**console.ENVELOPE, **done.as_json()})
@@ -344,7 +344,7 @@ def new(
     home = catalogue.catalogue_of(where / f"{name}.py")
     is_own = home.resolve() != catalogue.builtin_folder().resolve()
     begun = is_own and home.is_dir() and catalogue.page_files(home)
-    pages = catalogue.load([home] if begun else [])
+    pages = catalogue.load([home] if begun else [], [name])
     commit = from_commit.read(root or find_root(), rev) if rev else None
     tree = Tree(root or find_root()) if targets else None
     if commit:

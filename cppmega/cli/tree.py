@@ -237,7 +237,7 @@ def explain(name: str, patches: Sequence[Path]) -> None:
     from cppmega.catalogue import loader as catalogue
     from cppmega.host import env
 
-    pages = catalogue.load(patches)
+    pages = catalogue.load(patches, [name])
     variable = name.partition("=")[0]
     readers = [page for _, page in sorted(pages.items()) if variable in _variables(page)]
     if name in pages:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -77,10 +77,17 @@ class Session:
         Raises:
             CppmegaError: `catalogue-changed`, and the errors of `catalogue.load`.
         """
+        return self._load(None)
+
+    def load_for(self, names: Sequence[str]) -> None:
+        """Load the pages for a command on some of them, without others that cannot be loaded."""
+        self.pages = self._load({*names, *receipt.load(self.read_tree()).receipt.pages})
+
+    def _load(self, needed: Collection[str] | None) -> dict[str, Page]:
         if self._pinned is not None:
             assert self.root is not None
             remembered.refuse_changed(self._pinned, self.root)
-        return catalogue.load(self.catalogues or ())
+        return catalogue.load(self.catalogues or (), needed, self.say)
 
     def read_tree(self) -> Tree:
         """Take a fresh snapshot of the tree; a verb that writes takes another under the lock."""
@@ -259,6 +266,7 @@ def diff(session: Session, name: str | None, environment: Mapping[str, str]) -> 
     """
     excluded: dict[str, str] | None = None
     if name is not None:
+        session.load_for([name])
         catalogue.get(session.pages, name)
         excluded = dict.fromkeys(set(session.pages) - {name}, "not shown")
     plan = session.plan(excluded, environment)

@@ -88,6 +88,8 @@ def verify(
             `not-recorded`, `nothing-to-do`.
     """
     loaded = receipt.load(session.read_tree())
+    if names:
+        session.load_for(names)
     gates = dict(loaded.receipt.gates)
     for name in names:
         gate = session.pages[name].patch.gate if name in session.pages else None

@@ -153,7 +153,7 @@ def test_every_script_argument_and_number_has_a_row(name: str) -> None:
 )
 def test_explain(name: str, says: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = pages()
-    monkeypatch.setattr(loader, "load", lambda folders: loaded)
+    monkeypatch.setattr(loader, "load", lambda *_: loaded)
     told = CliRunner().invoke(cli, ["explain", name])
     assert told.exit_code == 0, told.output
     assert all(word in told.output for word in says), told.output
@@ -248,7 +248,7 @@ def test_a_misspelled_variable_is_not_taken_for_a_row() -> None:
 
 def test_names_that_lead_nowhere_get_the_closest_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = pages()
-    monkeypatch.setattr(loader, "load", lambda folders: loaded)
+    monkeypatch.setattr(loader, "load", lambda *_: loaded)
     told = CliRunner().invoke(cli, ["explain", "dualpipe"])
     assert isinstance(told.exception, CppmegaError) and told.exception.name == "unknown-page"
     assert "dualpipev" in told.exception.what

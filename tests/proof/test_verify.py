@@ -183,6 +183,43 @@ def test_an_unfinished_page_of_the_folder_stops_no_other(
         verify.verify(Session(root, [own]), ["unfinished"])
 
 
+def test_a_page_that_cannot_be_loaded_stops_no_other(tmp_path: Path, server: str) -> None:
+    """It stops what is about the whole folder, about itself, or about a page that follows it."""
+    own, remarks = tmp_path / "own", list[str]()
+    made.page(own)
+    (own / "unparsed.py").write_text("def (")
+    (own / "unimported.py").write_text("import no_such_module")
+    made.page(own, "headless", patch='reached="sometimes"')
+    made.page(own, "follower", patch='reached="never", after=("unparsed",)')
+    root = made.tree(tmp_path / "root")
+
+    def session() -> Session:
+        return Session(root, [own], remarks.append)
+
+    (one,) = verify.verify(session(), ["double_doubles"])
+    assert one.proof == "passed"
+    left_out = [line.split()[0] for line in remarks if "is left out" in line]
+    assert left_out == ["headless", "unimported", "unparsed", "follower"]
+    assert "2 * x" in overlay.diff(session(), "double_doubles", {})
+    for name, reason in (("headless", "sometimes"), ("follower", "unparsed")):
+        with pytest.raises(CppmegaError, match=reason):
+            verify.verify(session(), [name])
+    for act in (verify.verify, overlay.apply, overlay.status):
+        with pytest.raises(CppmegaError, match=r"headless .*sometimes"):
+            act(session())
+
+
+def test_an_applied_page_that_cannot_be_loaded_any_more(prove, tmp_path: Path) -> None:
+    """Without it, the text of its file is not known to be right."""
+    made.second_page(tmp_path / "own", "forward")
+    prove()
+    session = Session(tmp_path / "root", [tmp_path / "own"])
+    assert overlay.apply(session, kinds=("fix",)).ok
+    (tmp_path / "own" / "half_halves.py").write_text("def (")
+    with pytest.raises(CppmegaError, match="half_halves"):
+        verify.verify(Session(tmp_path / "root", [tmp_path / "own"]), ["double_doubles"])
+
+
 def test_a_changed_page_makes_a_recorded_proof_stale(prove, tmp_path: Path) -> None:
     prove()
     made.page(tmp_path / "pages", edit='replacing("return x", "return x * 2")')
