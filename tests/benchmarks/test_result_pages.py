@@ -14,6 +14,7 @@ pytest.importorskip("torch")
 RESULTS = REPOSITORY / "benchmarks" / "results"
 BENCHMARKS = {
     "mhc_training": ("slices.training", "table"),
+    "models": ("models", "page"),
     "slice_training": ("slices.training", "table"),
     "whole_rows": ("whole.rows", "page"),
     "whole_training": ("whole.training", "page"),

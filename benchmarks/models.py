@@ -1,0 +1,394 @@
+"""What the overlay does for models that others train: stock and overlay, each with its best choice.
+
+\b
+    python -m benchmarks.models run --site SITE --work SCRATCH --out DIR [--only MODEL,...]
+    python -m benchmarks.models without --site SITE --work SCRATCH --out DIR [--only MODEL,...]
+    python -m benchmarks.models page DIR
+
+A model is a recipe: a cut of a public model at its true widths. For either side, `run` tries every
+micro-batch size, doubled until it no longer fits, first without recompute and then, from there on,
+with each of the model's recompute sets; the fastest choice trains 50 steps from the same weights
+on the same samples. `without` repeats the overlay's choice with one page left out at a time. What
+is in the result is not repeated, and nothing runs longer than --minutes, so the same command
+continues. Calls with other models may run at the same time on other GPUs of the host; each needs
+its own SCRATCH.
+
+Stock has the pages without which it does not start, and no others; the page of results names them.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.harness import results, runs, trees
+from benchmarks.harness.gpu import card
+from benchmarks.harness.results import FOLDER, Places
+from benchmarks.harness.runs import STARTS, Bench, Row
+from benchmarks.slices.training import apart, measured, steps_of
+from cppmega.recipe import index as recipes_index
+
+BATCH = 8
+"""Sequences of a step, on either side."""
+STEPS = 50
+"""Steps of the run with the best choice."""
+TRIAL, WARM = 7, 3
+"""Steps of a trial, and those of them that warm up."""
+SIDES = ("stock", "overlay")
+
+Choice = tuple[tuple[str, ...], int]
+"""Recomputed modules, and sequences per pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What is measured of a recipe."""
+
+    title: str
+    recomputed: tuple[tuple[str, ...], ...]
+    """Sets of modules to recompute, from little to much; nothing comes before them."""
+    stock: tuple[str, ...] = ()
+    """Changes to the recipe on stock, beyond those of every model."""
+    needs: tuple[str, ...] = ()
+    """Pages without which stock has no such layers or does not start."""
+    pages: tuple[str, ...] = ()
+    """Those that `without` leaves out in turn."""
+
+
+_MOE = (("moe_act",), ("moe_act", "mla_up_proj"))
+_TILELANG = ("dsa_kernel_backend=tilelang", "dsa_indexer_use_sparse_loss=True")
+_GENERAL = ("te_plain_layers", "grad_checks_no_host_sync", "optimizer_copies_at_once")
+_HEAD = ("cross_entropy_fusion_linear", "grad_accumulation_without_apex")
+MODELS: Mapping[str, Model] = {
+    "llama3_8b_h100_cut": Model(
+        title="Llama-3 8B",
+        recomputed=(("mlp",),),
+        pages=(*_GENERAL, *_HEAD),
+    ),
+    "qwen3_30b_a3b_h100_cut": Model(
+        title="Qwen3-30B-A3B",
+        recomputed=(("moe_act",), ("moe",)),
+        pages=(*_GENERAL, *_HEAD, "router_gating_backward", "te_permutation_calls"),
+    ),
+    "deepseek_v3_h100_cut": Model(
+        title="DeepSeek-V3",
+        recomputed=(*_MOE, ("moe", "mla_up_proj", "mlp")),
+        pages=(*_GENERAL, *_HEAD, "mla_rope_kernel", "router_gating_backward", "mtp_linear_ce"),
+    ),
+    "dsv32_h100_cut": Model(
+        title="DeepSeek-V3.2",
+        recomputed=(*_MOE, ("moe", "mla_up_proj", "mlp")),
+        stock=_TILELANG,
+        needs=("tilelang_indexer_parallel_store",),
+        pages=(*_GENERAL, "dsa_attention_kernels", "dsa_indexer_kernels", "dsa_indexer_prologue"),
+    ),
+    "nemotron_h_h100_cut": Model(
+        title="Nemotron-H 8B",
+        recomputed=(("mlp",),),
+        pages=(*_GENERAL, *_HEAD),
+    ),
+    "nam56r_h100_1gpu_cut": Model(
+        title="NAM56R",
+        recomputed=(("core_attn", "moe_act", "mlp", "mla_up_proj"),),
+        needs=("own_mixers", "input_embeddings"),
+        pages=(*_GENERAL, "dsa_attention_kernels", "dsa_indexer_kernels", "router_gating_backward"),
+    ),
+}
+_STOCK = ("cross_entropy_fusion_impl=native", "gradient_accumulation_fusion=False")
+"""Both choices of the overlay's recipes are pages of it."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """A model on one side: where it runs, and how long it may."""
+
+    model: Model
+    recipe: str
+    name: str
+    places: Places
+    deadline: float
+
+    def changes(self, choice: Choice, steps: int) -> tuple[str, ...]:
+        recomputed, micro_batch = choice
+        own = ()
+        if self.name == "stock":
+            needed = (*STARTS, *self.model.needs)
+            own = (*_STOCK, *self.model.stock, f"patches={needed}")
+        return (
+            *own,
+            f"recompute_modules={recomputed}",
+            f"micro_batch_size={micro_batch}",
+            f"global_batch_size={BATCH}",
+            f"train_iters={steps}",
+        )
+
+    def tree(self, bench: Bench, without: str = "") -> Path:
+        if self.name == "stock":
+            pages = trees.only((*STARTS, *self.model.needs))
+            return trees.made(bench.site, bench.work / "trees" / self.recipe, *pages)
+        left_out = ("--without", without) if without else ()
+        return bench.tree(f"without-{without}" if without else "overlay", *left_out)
+
+    def ran(self, choice: Choice, steps: int, without: str = "") -> tuple[float, list[Row]] | None:
+        """Seconds to the first step, and the rows; None if the GPU had too little memory.
+
+        Raises:
+            Stopped: there was no time left.
+        """
+        changes = self.changes(choice, steps)
+        made = recipes_index.with_text(recipes_index.load(self.recipe), changes)
+        left = self.deadline - time.monotonic()
+        bench = Bench(made, changes, *self.places, left)
+        if left < 60:
+            raise runs.TimeIsUp(f"{self.recipe}, {self.name}: no time is left")
+        name = "-".join((self.recipe, self.name, *map(str, (len(choice[0]), choice[1], steps))))
+        name += f"-without-{without}" if without else ""
+        bench.clear(name)
+        tree = self.tree(bench, without)
+        started = time.monotonic()
+        try:
+            process = bench.start(name, tree)
+            bench.wait(name, process, until=1)
+            first = time.monotonic() - started
+            bench.wait(name, process)
+        except MemoryError:
+            return None
+        return first, bench.rows(name)
+
+
+def search(
+    sets: Iterable[tuple[str, ...]], tried: Callable[[Choice], dict[str, Any] | None]
+) -> dict[Choice, float]:
+    """The tokens/s of every choice that fits; `tried` returns None for one that does not.
+
+    No set that recomputes more can be faster with a micro-batch that fits without it, so each
+    begins where the one before no longer fits.
+    """
+    rates, size = {}, 1
+    for recomputed in ((), *sets):
+        while size <= BATCH and (row := tried((recomputed, size))) is not None:
+            rates[recomputed, size] = float(row["tokens_per_second"])
+            size *= 2
+    return rates
+
+
+def label(choice: Choice) -> str:
+    """`4 per pass, recomputing mlp`."""
+    recomputed, size = choice
+    return f"{size} per pass" + f", recomputing {', '.join(recomputed)}" * bool(recomputed)
+
+
+def trial(first: float, rows: list[Row]) -> dict[str, Any]:
+    steps = steps_of(rows)
+    rate = statistics.median(row["tokens_per_second"] for row in steps[WARM:])
+    return {
+        "tokens_per_second": round(rate, 1),
+        "peak_gib": round(max(row["peak_gib"] for row in steps), 2),
+        "seconds_to_first_step": round(first, 1),
+    }
+
+
+def measure(side: Side, found: dict[str, Any], save: Callable[[], None]) -> None:
+    """Search for the fastest choice of a side, and train with it; `found` keeps what was done."""
+    trials = found.setdefault("trials", {})
+
+    def tried(choice: Choice) -> dict[str, Any] | None:
+        if label(choice) not in trials:
+            ran = side.ran(choice, TRIAL)
+            trials[label(choice)] = ran and trial(*ran)
+            save()
+        row: dict[str, Any] | None = trials[label(choice)]
+        return row
+
+    rates = search(side.model.recomputed, tried)
+    if not rates:
+        raise click.ClickException(f"{side.recipe} does not fit on {side.name}")
+    best = max(rates, key=rates.__getitem__)
+    found["largest_micro_batch"] = max(size for _, size in rates)
+    if found.get("choice") != list(best):
+        ran = side.ran(best, STEPS)
+        if ran is None:  # fragmentation can be higher after some steps
+            trials[label(best)] = None
+            save()
+            return measure(side, found, save)
+        found |= {"choice": [list(best[0]), best[1]], "run": measured(ran[1])}
+        save()
+
+
+def leave_out(side: Side, found: dict[str, Any], save: Callable[[], None]) -> None:
+    """Train with the overlay's choice, each of the model's pages left out in turn."""
+    recomputed, size = found["choice"]
+    rows = found.setdefault("without", {})
+    for page in ("", *side.model.pages):  # "": all of them once more, in turn with the others
+        if page not in rows:
+            ran = side.ran((tuple(recomputed), size), TRIAL, page)
+            rows[page] = ran and trial(*ran)
+            save()
+
+
+def page(result: Mapping[str, Any]) -> str:
+    return results.page(
+        f"# Models that others train, stock and overlay, {result['date']}",
+        f"Written by `benchmarks/models.py`. {runs.on(dict(result))} Every step has {BATCH} "
+        "sequences. Each side trained with its fastest choice of micro-batch and recompute, from "
+        "the same weights on the same samples. Rates are medians after the tenth step. Stock has "
+        "the pages without which it does not start, as listed.",
+        result.get("note", ""),
+        results.table(_TITLES, _rows(result["models"])),
+        "## What was tried",
+        "Peak memory at the same choice shows whether the overlay needs more than stock. First "
+        "steps are timed from the start of the process; the first trial of a side compiles its "
+        "kernels.",
+        results.table(
+            ["model", "choice", *(f"{s}, {what}" for s in SIDES for what in _TRIED)],
+            _tried(result["models"]),
+        ),
+        *_ablation(result["models"]),
+    )
+
+
+_TITLES = (
+    *("model", "side", "choice", ("tokens/s", ".0f"), ("ratio", ".3f"), ("TFLOP/s", ".0f")),
+    *(("peak, GiB", ".1f"), "largest micro-batch", ("last loss", ".4f")),
+    ("largest difference of losses", ".4f"),
+)
+_TRIED = ("tokens/s", "GiB", "s to first step")
+
+
+def _rows(models: Mapping[str, Any]) -> Iterator[list[Any]]:
+    for recipe, of in models.items():
+        for name in SIDES:
+            if "run" not in (side := of.get(name, {})):
+                continue
+            run, stock = side["run"], of["stock"].get("run")
+            title = f"{MODELS[recipe].title} (`{recipe}`)" if name == SIDES[0] else ""
+            pages = f", with {', '.join(MODELS[recipe].needs)}" if MODELS[recipe].needs else ""
+            ratio = apart_by = None
+            if name != SIDES[0] and stock is not None:
+                ratio = run["tokens_per_second"] / stock["tokens_per_second"]
+                apart_by = apart(*({s: x for s, x, *_ in r["curve"]} for r in (run, stock)))
+            yield [
+                *(title, name + pages * (name == SIDES[0])),
+                label((tuple(side["choice"][0]), side["choice"][1])),
+                *(run["tokens_per_second"], ratio, run["tflops_per_gpu"], run["peak_gib"]),
+                *(str(side["largest_micro_batch"]), run["last_loss"], apart_by),
+            ]
+
+
+def _tried(models: Mapping[str, Any]) -> Iterator[list[str]]:
+    for recipe, of in models.items():
+        trials = [of.get(name, {}).get("trials", {}) for name in SIDES]
+        for choice in dict.fromkeys(each for side in trials for each in side):
+            yield [recipe, choice, *(cell for side in trials for cell in _trial(side, choice))]
+
+
+def _trial(trials: Mapping[str, Any], choice: str) -> tuple[str, ...]:
+    if choice not in trials:
+        return ("not tried", "", "")
+    row = trials[choice]
+    if row is None:
+        return ("out of memory", "", "")
+    return (
+        *(f"{row['tokens_per_second']:.0f}", f"{row['peak_gib']:.1f}"),
+        f"{row['seconds_to_first_step']:.0f}",
+    )
+
+
+def _ablation(models: Mapping[str, Any]) -> Iterator[results.Page]:
+    rows = []
+    for recipe, of in models.items():
+        without = of.get("overlay", {}).get("without", {})
+        whole = without.get("")
+        for name, row in without.items():
+            if name and whole is not None:
+                slower = row and whole["tokens_per_second"] / row["tokens_per_second"]
+                more = row and row["peak_gib"] - whole["peak_gib"]
+                rows.append([recipe, f"`{name}`", slower, more])
+    if rows:
+        yield "## Each page left out"
+        yield "The whole overlay's tokens/s over those without the page, at the same choice."
+        yield results.table(["model", "page", ("ratio", ".3f"), ("more GiB without", ".1f")], rows)
+
+
+@click.group(help=__doc__)
+def main() -> None:
+    """Stock against overlay, each with its best choice."""
+
+
+def _measuring(
+    places: Places,
+    only: str | None,
+    minutes: float,
+    names: Iterable[str],
+    part: Callable[[Side, dict[str, Any], Callable[[], None]], None],
+) -> None:
+    """Do a part on these sides of each chosen model; a model that fails ends none but itself."""
+    deadline = time.monotonic() + 60 * minutes
+    places.create()
+    chosen = results.chosen(only, MODELS, "models")
+    if places.data is None:
+        places = places._replace(data=runs.prepare(places.work / "data" / "corpus", places.site))
+    bench = Bench(recipes_index.load(chosen[0]), (), *places, 1.0)
+    facts = {**runs.header(bench), "benchmark": "models"}
+    del facts["recipe"], facts["changes"]
+    failed = False
+    for recipe in chosen:
+        target = f"models_{card(facts['stack']['gpu'])}"
+        of = results.read(places.out, target).get("models", {}).get(recipe, {})
+
+        def save(recipe: str = recipe, of: dict[str, Any] = of, target: str = target) -> None:
+            with results.changing(places.out, target) as result:
+                result.update(facts)
+                result.setdefault("models", {})[recipe] = of
+                (places.out / f"{target}.md").write_text(page(result))
+
+        try:
+            for name in names:
+                side = Side(MODELS[recipe], recipe, name, places, deadline)
+                part(side, of.setdefault(name, {}), save)
+        except click.ClickException as error:  # the other models may still have their time
+            failed = True
+            print(f"{recipe}: {error.message}", file=sys.stderr)
+    sys.exit(int(failed))
+
+
+_MINUTES = click.option("--minutes", default=9.0, show_default=True, help="Limit of this call.")
+_ONLY = click.option("--only", help="Models, in this order [all].")
+
+
+@main.command()
+@results.places("Prepared dataset [Python's own sources].", required=False)
+@_ONLY
+@_MINUTES
+def run(places: Places, only: str | None, minutes: float) -> None:
+    """Search for each side's best choice, and train with it."""
+    _measuring(places, only, minutes, SIDES, measure)
+
+
+@main.command()
+@results.places("Prepared dataset [Python's own sources].", required=False)
+@_ONLY
+@_MINUTES
+def without(places: Places, only: str | None, minutes: float) -> None:
+    """Leave out each page in turn, with the overlay's choice of an earlier `run`."""
+    _measuring(places, only, minutes, SIDES[1:], leave_out)
+
+
+@main.command(name="page")
+@click.argument("result", type=FOLDER)
+def write_page(result: Path) -> None:
+    """Write RESULT.md of RESULT.json again."""
+    text = page(json.loads(result.read_text()))
+    result.with_suffix(".md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""The search for a model's best choice, and the page of models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks import models
+
+MLP, BOTH = ("mlp",), ("mlp", "moe")
+_RUN = {
+    "tokens_per_second": 100.0,
+    "tflops_per_gpu": 50.0,
+    "peak_gib": 60.0,
+    "last_loss": 2.0,
+    "curve": [[1, 3.0, 1.0, 0.5], [2, 2.0, 1.0, 0.5]],
+}
+
+
+@pytest.mark.parametrize(
+    ("fits", "expected"),
+    [
+        ({(): 2, MLP: 4, BOTH: 4}, [((), 1), ((), 2), ((), 4), (MLP, 4), (MLP, 8), (BOTH, 8)]),
+        ({(): 0, MLP: 1, BOTH: 1}, [((), 1), (MLP, 1), (MLP, 2), (BOTH, 2)]),
+        ({(): 8, MLP: 8, BOTH: 8}, [((), 1), ((), 2), ((), 4), ((), 8)]),
+    ],
+)
+def test_each_set_begins_where_the_last_ended(
+    fits: dict[tuple[str, ...], int], expected: list[models.Choice]
+) -> None:
+    seen: list[models.Choice] = []
+
+    def tried(choice: models.Choice) -> dict[str, Any] | None:
+        seen.append(choice)
+        return {"tokens_per_second": choice[1]} if choice[1] <= fits[choice[0]] else None
+
+    rates = models.search([MLP, BOTH], tried)
+    assert seen == expected
+    assert set(rates) == {choice for choice in expected if choice[1] <= fits[choice[0]]}
+
+
+def test_the_page_compares_the_sides() -> None:
+    trial = {"tokens_per_second": 90.0, "peak_gib": 50.0, "seconds_to_first_step": 30.0}
+    side = {"trials": {"1 per pass": trial, "2 per pass": None}, "largest_micro_batch": 1}
+    faster = {**_RUN, "tokens_per_second": 125.0, "curve": [[1, 3.0, 1.0, 0.4], [2, 2.25, 1, 0.4]]}
+    without = {"": trial, "te_plain_layers": {**trial, "tokens_per_second": 45.0}}
+    result = {
+        "date": "2026-11-28",
+        "gpus": 1,
+        "stack": {"gpu": "NVIDIA H100"},
+        "models": {
+            "llama3_8b_h100_cut": {
+                "stock": {**side, "choice": [[], 1], "run": _RUN},
+                "overlay": {**side, "choice": [["mlp"], 4], "run": faster, "without": without},
+            }
+        },
+    }
+    page = models.page(result)
+    assert "| 125 | 1.250 |" in page
+    assert "4 per pass, recomputing mlp" in page
+    assert "| 0.2500 |" in page  # the largest difference of losses
+    assert "| `te_plain_layers` | 2.000 | 0.0 |" in page
+    assert "out of memory" in page
