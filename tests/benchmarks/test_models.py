@@ -1,4 +1,4 @@
-"""The search for a model's best choice, and the page of models."""
+"""The search for a model's best choice, and the pages of models and of two Megatrons."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from benchmarks import models
+from benchmarks.slices import megatrons
 
 MLP, BOTH = ("mlp",), ("mlp", "moe")
 _RUN = {
     "tokens_per_second": 100.0,
     "tflops_per_gpu": 50.0,
+    "first_loss": 3.0,
     "peak_gib": 60.0,
     "last_loss": 2.0,
     "curve": [[1, 3.0, 1.0, 0.5], [2, 2.0, 1.0, 0.5]],
@@ -62,3 +64,15 @@ def test_the_page_compares_the_sides() -> None:
     assert "| 0.2500 |" in page  # the largest difference of losses
     assert "| `te_plain_layers` | 2.000 | 0.0 |" in page
     assert "out of memory" in page
+
+
+def test_the_newer_megatron_is_compared() -> None:
+    slower = {**_RUN, "tokens_per_second": 90.0, "curve": [[1, 3.0, 1.0, 0.5], [2, 2.5, 1.0, 0.5]]}
+    result = {
+        "date": "2026-11-28",
+        "gpus": 1,
+        "stack": {"gpu": "NVIDIA H100"},
+        "recipes": {"slice": {"0.19.2": [_RUN] * 2, "0.20.0": [slower] * 2}},
+    }
+    page = megatrons.page(result)
+    assert "| slice | 0.20.0 | 90, 90 | 0.900 | 60.0 | 3.0000 | 2.0000 | 0.5000 |" in page

@@ -15,6 +15,7 @@ RESULTS = REPOSITORY / "benchmarks" / "results"
 BENCHMARKS = {
     "mhc_training": ("slices.training", "table"),
     "models": ("models", "page"),
+    "slice_megatrons": ("slices.megatrons", "page"),
     "slice_training": ("slices.training", "table"),
     "whole_rows": ("whole.rows", "page"),
     "whole_training": ("whole.training", "page"),
