@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from cppmega.recipe import layer_pattern as patterns
 from cppmega.recipe.fields import Fields
 from cppmega.recipe.run_options import RunOptions
+from cppmega.sizes.mixers import Mamba2
 
 Argument = tuple[str, tuple[str, ...]]
 """A name and its values."""
@@ -44,7 +44,7 @@ def arguments(
 def _model(recipe: Fields, line: tuple[int, int]) -> Iterator[Argument]:
     layout = recipe.layout
     if recipe.kind == "hybrid":
-        kept = layout.without(patterns.unknown_to(layout, line))
+        kept = layout.without(recipe.unknown_to(line))
         yield "--hybrid-layer-pattern", (kept.render(),)
     else:
         yield from _values(recipe, "num_layers")
@@ -83,7 +83,7 @@ def _can_attend(recipe: Fields, line: tuple[int, int]) -> bool:
     """Whether that release can build any of the recipe's latent attention."""
     if recipe.kind != "hybrid":
         return recipe.uses_mla
-    left = recipe.layout.without(patterns.unknown_to(recipe.layout, line))
+    left = recipe.layout.without(recipe.unknown_to(line))
     return bool(set("D+") & set(left.letters))
 
 
@@ -126,14 +126,15 @@ def _experts(recipe: Fields) -> Iterator[Argument]:
 
 
 def _states(recipe: Fields, line: tuple[int, int]) -> Iterator[Argument]:
-    """Sizes with which Megatron's own FLOP count treats Mamba-3 as Mamba-2."""
-    sizes = recipe.mamba3
-    if sizes is None or "M" not in recipe.layout.letters or line < (0, 19):
+    """Sizes of Mamba-2, and those with which Megatron's FLOP count treats Mamba-3 like it."""
+    sizes = recipe.mamba2 or recipe.mamba3
+    if sizes is None or "M" not in recipe.layout.without(recipe.unknown_to(line)).letters:
         return
+    heads = sizes.heads if isinstance(sizes, Mamba2) else sizes.heads(recipe.hidden_size)
     yield "--mamba-state-dim", (str(sizes.state_dim),)
     yield "--mamba-head-dim", (str(sizes.head_dim),)
     yield "--mamba-num-groups", (str(sizes.groups),)
-    yield "--mamba-num-heads", (str(sizes.heads(recipe.hidden_size)),)
+    yield "--mamba-num-heads", (str(heads),)
 
 
 def _connections(recipe: Fields, line: tuple[int, int]) -> Iterator[Argument]:

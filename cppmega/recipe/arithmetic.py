@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from cppmega.recipe import Mamba3, Recipe
+from cppmega.recipe import Mamba2, Mamba3, Recipe
 
 _PASSES = 3
 """Forward, gradient of the input, gradient of the weight: each is one product of the same size."""
@@ -183,6 +183,24 @@ def _indexer(recipe: Recipe) -> int:
     return source * heads * dim + recipe.hidden_size * (dim + heads)
 
 
+_MAMBA2_CONV, _MAMBA2_CHUNK = 4, 128
+"""Tokens that Megatron's Mamba-2 convolves, and those that its kernels compute together."""
+
+
+def mamba2_projected(own: Mamba2) -> int:
+    """Columns of a Mamba-2 mixer's input projection: z, x, B, C and dt."""
+    return 2 * own.inner + 2 * own.groups * own.state_dim + own.heads
+
+
+def _mamba(recipe: Recipe) -> int:
+    own = recipe.mamba2
+    if own is None:
+        return _mamba3(recipe)
+    projections = recipe.hidden_size * (mamba2_projected(own) + own.inner)
+    conv = (own.inner + 2 * own.groups * own.state_dim) * (_MAMBA2_CONV + 1)
+    return projections + conv + 3 * own.heads + own.inner  # A, D and dt of a head, the gated norm
+
+
 def _mamba3_widths(recipe: Recipe) -> tuple[int, int, int, int]:
     own = recipe.mamba3
     assert own is not None
@@ -225,7 +243,7 @@ _LAYERS: dict[str, Callable[[Recipe], int]] = {
     "*": _attention,
     "E": _moe,
     "-": lambda recipe: _mlp(recipe.hidden_size, recipe.ffn_hidden_size, recipe),
-    "M": _mamba3,
+    "M": _mamba,
     "R": _m2rnn,
 }
 
@@ -288,6 +306,10 @@ def _work(recipe: Recipe, letter: str, keys: float) -> float:
         return _PASSES * 2 * (_mla_matrices(recipe) + keys * heads * (nope + rope + value))
     if letter == "D":
         return _dsa_work(recipe, keys)
+    if letter == "M" and recipe.mamba2 is not None:
+        own = recipe.mamba2
+        weights = recipe.hidden_size * (mamba2_projected(own) + own.inner)
+        return _PASSES * 2 * (weights + own.inner * (2 * own.state_dim + _MAMBA2_CHUNK))
     if letter == "M":
         assert recipe.mamba3 is not None
         inner, _, projected, state = _mamba3_widths(recipe)
@@ -370,9 +392,10 @@ def _reported(recipe: Recipe, counts: Counter[str]) -> float:
 
 
 def _megatron_mamba(recipe: Recipe) -> float:
-    own, hidden = recipe.mamba3 or Mamba3(), recipe.hidden_size
-    inner = 2 * hidden  # whatever the recipe's `expand` is
-    projected = 2 * inner + 2 * own.groups * own.state_dim + own.heads(hidden)
+    hidden, own = recipe.hidden_size, recipe.mamba2 or recipe.mamba3 or Mamba3()
+    heads = own.heads if isinstance(own, Mamba2) else own.heads(hidden)
+    inner = 2 * hidden  # whatever the recipe's sizes are
+    projected = 2 * inner + 2 * own.groups * own.state_dim + heads
     return 2 * hidden * (projected + inner) + 7 * inner * own.state_dim
 
 

@@ -16,7 +16,7 @@ from cppmega.recipe import layer_pattern as patterns
 from cppmega.sizes import dsa_loss
 from cppmega.sizes import stated as environment_sizes
 from cppmega.sizes.embeddings import NgramHash, Structure
-from cppmega.sizes.mixers import M2RNN, Mamba3
+from cppmega.sizes.mixers import M2RNN, Mamba2, Mamba3
 from cppmega.sizes.stated import Count, Positive, PositiveReal
 
 Kind = Literal["hybrid", "gpt", "loop"]
@@ -77,7 +77,7 @@ class Fields:
     """Token ids with a row in the model, before padding to `make_vocab_size_divisible_by`."""
     make_vocab_size_divisible_by: Positive = 128
     pattern: str = ""
-    """Letters of a hybrid model: D DSA, + MLA, * attention, E MoE, - MLP, M Mamba-3, R M2RNN;
+    """Letters of a hybrid model: D DSA, + MLA, * attention, E MoE, - MLP, M Mamba, R M2RNN;
     `/` starts an MTP depth, `|` a pipeline stage."""
     num_layers: Layers = 0
     """GPT and loop; in a hybrid model the pattern determines it."""
@@ -141,8 +141,10 @@ class Fields:
     use_fused_mhc: bool = True
     """In a recipe with mHC: compute it with the fused kernels, or stop."""
 
+    mamba2: Mamba2 | None = None
+    """Sizes of the layers M, as Mamba-2, which is Megatron's own; it needs mamba-ssm."""
     mamba3: Mamba3 | None = None
-    """Sizes of the layers M, which may have no other Mamba mixer."""
+    """Sizes of the layers M, as Mamba-3."""
     m2rnn: M2RNN | None = None
     """Sizes of the layers R."""
     ngram_hash: NgramHash | None = None
@@ -274,7 +276,13 @@ class Fields:
     @property
     def has_own_mixers(self) -> bool:
         """Whether the model has layers with mixers that no Megatron release has."""
-        return bool(patterns.OWN & set(self.layout.letters))
+        own = patterns.OWN - {"M"} if self.mamba2 else patterns.OWN
+        return bool(own & set(self.layout.letters))
+
+    def unknown_to(self, line: tuple[int, int]) -> list[str]:
+        """Letters that no module of that Megatron release builds; every release has Mamba-2."""
+        known = "M" if self.mamba2 else ""
+        return [letter for letter in patterns.unknown_to(self.layout, line) if letter not in known]
 
     @property
     def data_parallel_size(self) -> int:

@@ -17,13 +17,13 @@ LETTERS = {
     "M": "Mamba-3",
     "R": "M2RNN",
 }
-"""Letter -> its layer. Megatron's own `M` is Mamba-2, which no recipe uses."""
+"""Letter -> its layer. A recipe with sizes of Mamba-2 has Megatron's own M, others our Mamba-3."""
 
 _SINCE = {
     **{"*": (0, 16), "E": (0, 16), "-": (0, 16), "D": (0, 18), "+": (0, 19)},
     **{"M": (0, 19), "R": (0, 19)},
 }
-"""Letter -> first Megatron release line that can build it."""
+"""Letter -> first Megatron release line that can build it; of M, Mamba-3."""
 
 OWN = frozenset("MR")
 """Letters whose mixers are cppmega's, by the page own_mixers."""

@@ -13,6 +13,7 @@ from cppmega.recipe import Recipe, pipeline
 from cppmega.recipe.arithmetic import (
     indexer_parameters,
     layer_parameters,
+    mamba2_projected,
     parameters,
     routed_parameters,
 )
@@ -232,6 +233,10 @@ def _kept(recipe: Recipe, letter: str, tokens: int, fused: bool) -> int:
         return stream + 2 * tokens * heads * dim * 4
     if letter in OWN and MAMBA_RECOMPUTE in recipe.gates:
         return stream
+    if letter == "M" and recipe.mamba2 is not None:
+        # Its projection, and the inner width after the scan, after the gated norm, and gated.
+        kept = 2 * mamba2_projected(recipe.mamba2) + (4 + saved) * recipe.mamba2.inner
+        return stream + tokens * kept // tensor
     if letter == "M":
         return stream + tokens * _kept_by_mamba3(recipe) // tensor
     # M2RNN: projections of about the inner width, and states at chunk borders.

@@ -123,7 +123,7 @@ def missing(recipe: Recipe, version: str) -> tuple[Missing, ...]:
     line = release_line(version)
     found: list[Missing] = []
     if recipe.kind == "hybrid":
-        for letter in patterns.unknown_to(recipe.layout, line):
+        for letter in recipe.unknown_to(line):
             since = patterns.since(letter)
             reason = (
                 f"cppmega adds it to megatron-core {since}, and not to {version}"

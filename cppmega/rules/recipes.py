@@ -62,9 +62,9 @@ def _forbidden(recipe: Any) -> Found:
 
 
 def _mixers_without_sizes(recipe: Any) -> Found:
-    for letter, part in (("M", "mamba3"), ("R", "m2rnn")):
-        if letter in recipe.layout.letters and getattr(recipe, part) is None:
-            yield {"letter": letter, "part": part}
+    for letter, *parts in (("M", "mamba2", "mamba3"), ("R", "m2rnn")):
+        if letter in recipe.layout.letters and not any(getattr(recipe, part) for part in parts):
+            yield {"letter": letter, "parts": " or ".join(parts)}
 
 
 def _contradictory_sizes(part: str) -> Callable[[Any], object]:
@@ -232,8 +232,15 @@ _OF_LAYERS: tuple[Rule, ...] = (
     _rule(
         "mixers",
         _mixers_without_sizes,
-        "its pattern has {letter} but {part} is None.",
-        "The sizes of that mixer are those of {part}.",
+        "its pattern has {letter} without {parts}.",
+        "These are the sizes of that mixer.",
+    ),
+    _rule(
+        "mixers",
+        lambda recipe: recipe.mamba2 and recipe.mamba3,
+        "mamba2 and mamba3 are both set.",
+        "The layers M of a model have one mixer.",
+        "--set mamba2=None, or --set mamba3=None",
     ),
     _rule(
         "mixers",

@@ -22,6 +22,8 @@ _OF_FIELDS = {
     env.M2RNN.name: "m2rnn",
 }
 """Variables that change a model, with the fields that set them."""
+MAMBA2_BY_TORCH = "--disable-mamba-mem-eff-path"
+"""Megatron's argument with which torch convolves in Mamba-2."""
 
 Found = Iterator[Mapping[str, object]]
 
@@ -55,6 +57,11 @@ def _missing_packages(start: Any) -> Found:
         needed["mamba_ssm"] = ("the recipe's Mamba-3 layers", "")
     if recipe.uses_mimo:
         needed["tilelang"] = ("the recipe's Mamba-3 layers", "")
+    if recipe.mamba2 is not None:
+        needed["mamba_ssm"] = ("Megatron's Mamba-2 layers", "")
+        if MAMBA2_BY_TORCH not in recipe.arguments:
+            otherwise = f"add {MAMBA2_BY_TORCH} after --, which convolves without it, but slower"
+            needed["causal_conv1d"] = ("Megatron's Mamba-2 layers", otherwise)
     if options.tensorboard is not None:
         needed["tensorboard"] = ("--tensorboard", "leave --tensorboard out")
     if options.wandb_project:

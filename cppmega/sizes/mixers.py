@@ -1,8 +1,8 @@
-"""Sizes of the mixers that Megatron lacks.
+"""Sizes of the mixers of hybrid models.
 
-A recipe states the sizes, and patched code reads them in the ranks. A stated mixer takes its letter
-of the hybrid pattern: `M` is Mamba-3 in place of Megatron's Mamba-2, and `R` is M2RNN. This module
-does not import torch.
+Megatron lacks Mamba-3 and M2RNN: a recipe states their sizes, and patched code reads them in the
+ranks. A stated mixer takes its letter of the hybrid pattern: `M` is Mamba-3 in place of Megatron's
+Mamba-2, and `R` is M2RNN. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -64,6 +64,21 @@ class Mamba3:
             angles=self.angles,
             out_norm=self.out_norm,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2:
+    """Megatron's own Mamba mixers, each with a convolution over 4 tokens and a gated norm."""
+
+    heads: Positive
+    head_dim: Positive = 64
+    state_dim: Positive = 128
+    groups: Positive = 8
+
+    @property
+    def inner(self) -> int:
+        """The width of all heads."""
+        return self.heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from megatron.training import arguments
 from tests.support import te_stand_ins
 
 te_stand_ins.kernels_of_experts()
+te_stand_ins.read_options_once()
 cases = json.loads(os.environ["CASES"])
 os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
 out = {}
