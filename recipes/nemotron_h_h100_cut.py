@@ -37,9 +37,6 @@ RECIPE = Recipe(
     lr=1e-4,
     lr_warmup_iters=100,
     patches=("dataset_helpers_prebuilt",),
-    stack=(
-        *(("torch", ">=2.11"), ("cuda", ">=12.8"), ("transformer-engine", ">=2.20")),
-        ("mamba-ssm", ">=2.2.5"),
-    ),
+    stack=(("torch", ">=2.11"), ("cuda", ">=12.8"), ("transformer-engine", ">=2.20")),
     environment=(("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),),
 )
