@@ -7,11 +7,11 @@
 
 A model is a recipe: a cut of a public model at its true widths. For either side, `run` tries every
 micro-batch size, doubled until it no longer fits, first without recompute and then, from there on,
-with each of the model's recompute sets; the fastest choice trains 50 steps from the same weights
-on the same samples. `without` repeats the overlay's choice with one page left out at a time. What
-is in the result is not repeated, and nothing runs longer than --minutes, so the same command
-continues. Calls with other models may run at the same time on other GPUs of the host; each needs
-its own SCRATCH.
+with each of the model's recompute sets; the overlay begins with the largest that stock holds. The
+fastest choice trains 50 steps from the same weights on the same samples. `without` repeats the
+overlay's choice with one page left out at a time. What is in the result is not repeated, and
+nothing runs longer than --minutes, so the same command continues. Calls with other models may run
+at the same time on other GPUs of the host; each needs its own SCRATCH.
 
 Stock has the pages without which it does not start, and no others; the page of results names them.
 """
@@ -38,6 +38,7 @@ from cppmega.recipe import index as recipes_index
 
 BATCH = 8
 """Sequences of a step, on either side."""
+_SIZES = (1, 2, 4, 8)
 STEPS = 50
 """Steps of the run with the best choice."""
 TRIAL, WARM = 7, 3
@@ -165,14 +166,16 @@ class Side:
 
 
 def search(
-    sets: Iterable[tuple[str, ...]], tried: Callable[[Choice], dict[str, Any] | None]
+    sets: Iterable[tuple[str, ...]],
+    tried: Callable[[Choice], dict[str, Any] | None],
+    size: int = 1,
 ) -> dict[Choice, float]:
-    """The tokens/s of every choice that fits; `tried` returns None for one that does not.
+    """The tokens/s of every choice from `size` on that fits; `tried` returns None for others.
 
     No set that recomputes more can be faster with a micro-batch that fits without it, so each
     begins where the one before no longer fits.
     """
-    rates, size = {}, 1
+    rates = {}
     for recomputed in ((), *sets):
         while size <= BATCH and (row := tried((recomputed, size))) is not None:
             rates[recomputed, size] = float(row["tokens_per_second"])
@@ -196,9 +199,14 @@ def trial(first: float, rows: list[Row]) -> dict[str, Any]:
     }
 
 
-def measure(side: Side, found: dict[str, Any], save: Callable[[], None]) -> None:
-    """Search for the fastest choice of a side, and train with it; `found` keeps what was done."""
+def measure(side: Side, of: dict[str, Any], save: Callable[[], None]) -> None:
+    """Search for the fastest choice of a side, and train with it; `of` keeps what was done."""
+    found = of.setdefault(side.name, {})
     trials = found.setdefault("trials", {})
+    begin = 1
+    if side.name == "overlay":  # from the largest that stock holds without recompute
+        fits = of.get("stock", {}).get("trials", {})
+        begin = max((n for n in _SIZES if fits.get(label(((), n)))), default=1)
 
     def tried(choice: Choice) -> dict[str, Any] | None:
         if label(choice) not in trials:
@@ -208,7 +216,7 @@ def measure(side: Side, found: dict[str, Any], save: Callable[[], None]) -> None
         row: dict[str, Any] | None = trials[label(choice)]
         return row
 
-    rates = search(side.model.recomputed, tried)
+    rates = search(side.model.recomputed, tried, begin)
     if not rates:
         raise click.ClickException(f"{side.recipe} does not fit on {side.name}")
     best = max(rates, key=rates.__getitem__)
@@ -218,13 +226,14 @@ def measure(side: Side, found: dict[str, Any], save: Callable[[], None]) -> None
         if ran is None:  # fragmentation can be higher after some steps
             trials[label(best)] = None
             save()
-            return measure(side, found, save)
+            return measure(side, of, save)
         found |= {"choice": [list(best[0]), best[1]], "run": measured(ran[1])}
         save()
 
 
-def leave_out(side: Side, found: dict[str, Any], save: Callable[[], None]) -> None:
+def leave_out(side: Side, of: dict[str, Any], save: Callable[[], None]) -> None:
     """Train with the overlay's choice, each of the model's pages left out in turn."""
+    found = of[side.name]
     recomputed, size = found["choice"]
     rows = found.setdefault("without", {})
     for page in ("", *side.model.pages):  # "": all of them once more, in turn with the others
@@ -353,7 +362,7 @@ def _measuring(
         try:
             for name in names:
                 side = Side(MODELS[recipe], recipe, name, places, deadline)
-                part(side, of.setdefault(name, {}), save)
+                part(side, of, save)
         except click.ClickException as error:  # the other models may still have their time
             failed = True
             print(f"{recipe}: {error.message}", file=sys.stderr)
