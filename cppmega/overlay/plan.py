@@ -232,9 +232,9 @@ def _conflicts(
     claims = [(name, edit) for name in order for edit in edits.get(name, ())]
     for at, (name, edit) in enumerate(claims):
         for other, theirs in claims[:at]:
-            overlap = _overlap(edit, theirs)
-            ordered = comes_after(pages, name, other) ^ comes_after(pages, other, name)
-            if other == name or not overlap or ordered:
+            if other == name or not _overlap(edit, theirs):
+                continue
+            if comes_after(pages, name, other) ^ comes_after(pages, other, name):
                 continue
             for page, rival, target in ((name, other, edit.target), (other, name, theirs.target)):
                 detail = f"{rival} edits it too, and their order is undeclared or contradictory"

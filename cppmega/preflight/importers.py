@@ -6,73 +6,37 @@ that name comes first on the path.
 
 from __future__ import annotations
 
-import ast
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 from pathlib import Path
 
-_BY_NAME = ("import_module", "find_spec", "__import__")
-
-
-_LINES = re.compile(
-    rb"^[ \t]*(?:import[ \t]+(?P<names>[\w., \t]+)|from[ \t]+(?P<name>\w+))"
+_IMPORTS = re.compile(
+    rb"^[ \t]*import[ \t]+(?P<names>[\w.]+(?:[ \t]+as[ \t]+\w+)?(?:,[\w. \t]+)*)[ \t]*(?:#.*)?$"
+    rb"|^[ \t]*from[ \t]+(?P<name>\w+)[\w.]*[ \t]+import\b"
     rb"|(?:import_module|find_spec|__import__)\(\s*[\"'](?P<called>\w+)",
     re.MULTILINE,
 )
+"""Prose such as `from the cache` or `import all of them` is no statement."""
 
 
 def first_importers(names: Collection[str], packages: Iterable[Path]) -> dict[str, Path]:
     """A file of the packages that imports each name; names that none imports are left out."""
     found: dict[str, Path] = {}
     for package in packages if names else ():
-        mentioned = _mentioned(package)
-        for name in names:
-            for file in mentioned.get(name, ()) if name not in found else ():
-                if name in _imported(file):
-                    found[name] = file
-                    break
+        imported = _imported(package)
+        found = {name: imported[name] for name in names if name in imported} | found
     return found
 
 
 @lru_cache(maxsize=16)
-def _mentioned(package: Path) -> dict[str, list[Path]]:
-    """The files with a line that seems to import a name, such as a docstring's `from the`."""
-    found: dict[str, list[Path]] = {}
-    for file in _files(package):
-        names: set[bytes] = set()
-        for line in _LINES.finditer(file.read_bytes()):
-            names |= {line["name"] or line["called"] or b""}
-            names |= {
-                part.strip().partition(b".")[0] for part in (line["names"] or b"").split(b",")
-            }
-        for name in names:
-            found.setdefault(name.partition(b" ")[0].decode(), []).append(file)
-    return found
-
-
-def _files(package: Path) -> Iterator[Path]:
+def _imported(package: Path) -> dict[str, Path]:
+    """The top-level names that the files of a package import, each with one of the files."""
+    found: dict[str, Path] = {}
     for where, _, files in os.walk(package):
-        yield from (Path(where) / name for name in files if name.endswith(".py"))
-
-
-@lru_cache(maxsize=256)
-def _imported(file: Path) -> frozenset[str]:
-    """Top-level names that a file really imports."""
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError):
-        return frozenset()
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            found.add((node.module or "").partition(".")[0])
-        elif isinstance(node, ast.Call) and node.args:
-            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            asked = node.args[0]
-            if called in _BY_NAME and isinstance(asked, ast.Constant):
-                found.add(str(asked.value).partition(".")[0])
-    return frozenset(found)
+        for file in (Path(where, name) for name in files if name.endswith(".py")):
+            for line in _IMPORTS.finditer(file.read_bytes()):
+                for name in (line["names"] or line["name"] or line["called"]).split(b","):
+                    found.setdefault(re.split(rb"\W", name.strip())[0].decode(), file)
+    return found

@@ -132,6 +132,8 @@ class ParityOrder(Order, frozen=True, kw_only=True):
     device: str
     attention: SparseAttention | None = None
     """None where no page attends in our kernels."""
+    first_kernel: bool = False
+    """Whether Mamba-3's TileLang kernel is run before all others."""
 
 
 class KernelParity(Struct, frozen=True):
@@ -159,6 +161,8 @@ class ParityAnswer(Struct, frozen=True):
 
     kernels: list[KernelParity]
     shared: list[SharedMemory]
+    first: str = ""
+    """What the TileLang kernel that was compiled first returns; empty if it is right."""
 
 
 class TilelangOrder(Order, frozen=True, kw_only=True):
@@ -184,39 +188,6 @@ class TilelangAnswer(Struct, frozen=True):
     """The kernels in the order of paths and lines."""
 
     kernels: list[TilelangKernel]
-
-
-class FirstKernelOrder(Order, frozen=True, kw_only=True):
-    """Run a TileLang kernel as the first one of a process."""
-
-    device: str
-
-
-class FirstKernelAnswer(Struct, frozen=True, kw_only=True):
-    """The output of the kernel."""
-
-    largest: float | None = None
-    """Largest absolute value; None where one is not finite."""
-    missing: str = ""
-    """Why the kernel cannot be imported; empty where it can."""
-
-
-class ConnectionsOrder(Order, frozen=True, kw_only=True):
-    """Ask whether the mHC kernels support the streams of a model."""
-
-    device: str
-    dtype: str
-    """The dtype's name in torch: bfloat16."""
-    streams: int
-    width: int
-    """Width of one stream."""
-
-
-class ConnectionsAnswer(Struct, frozen=True, kw_only=True):
-    """Why the kernels cannot run."""
-
-    reason: str | None
-    """Half a sentence; None where they run."""
 
 
 class CheckpointOrder(Order, frozen=True, kw_only=True):

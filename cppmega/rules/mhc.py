@@ -32,6 +32,15 @@ def _below(name: str, least: float) -> Rule:
     )
 
 
+def _not_fused(run: Run) -> object:
+    """Whether the fused kernels support other streams; dev and 0.20 have another switch."""
+    if not (run.use_fused_mhc and (MHC.used(run) or run.enable_hyper_connections)):
+        return False
+    streams = run.mhc_num_residual_streams or run.num_residual_streams
+    wrong = streams not in (None, *STREAMS) or (run.hidden_size or 8) % 8
+    return wrong and {"streams": streams}
+
+
 def _resumes(condition: Callable[[Run, bool, tuple[int, ...] | None], object]) -> Any:
     """A question about a checkpoint: whether it has streams, and the shape of its contraction."""
 
@@ -74,14 +83,11 @@ RULES: tuple[Rule, ...] = (
     _below("mhc_recompute_layer_num", 1),
     Rule(
         concerns=MHC.name,
-        when=lambda run: (
-            MHC.used(run)
-            and run.use_fused_mhc
-            and run.mhc_num_residual_streams not in (None, *STREAMS)
-        ),
-        what="The fused kernels do not support {mhc_num_residual_streams} streams.",
-        why=f"They are built for {', '.join(map(str, STREAMS))}.",
-        cure="another number of streams, or --set use_fused_mhc=False",
+        when=_not_fused,
+        what="The fused kernels do not support {streams} streams of {hidden_size}.",
+        why=f"They are built for {', '.join(map(str, STREAMS))} streams of a multiple of 8.",
+        cure="another number of streams, or --set use_fused_mhc=False (without a recipe, leave "
+        "--use-fused-mhc out)",
     ),
     Rule(
         concerns=MHC.name,

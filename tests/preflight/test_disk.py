@@ -7,6 +7,7 @@ import json
 import os
 import py_compile
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -414,7 +415,9 @@ def test_bytecode(lab: Lab) -> None:
     holds("bytecode", launch(root=lab.root))  # Python compiles it again
 
 
-def test_bytecode_that_python_never_checks_and_that_of_a_prefix(lab: Lab, tmp_path: Path) -> None:
+def test_bytecode_that_python_never_checks_and_that_of_a_prefix(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = lab.root / "megatron" / "core" / "a.py"
     now = source.read_bytes()
     source.write_bytes(now.replace(b"2 * x", b"5 * x"))
@@ -426,5 +429,5 @@ def test_bytecode_that_python_never_checks_and_that_of_a_prefix(lab: Lab, tmp_pa
     folder.mkdir(parents=True)
     cached.rename(folder / cached.name)
     holds("bytecode", launch(root=lab.root))
-    elsewhere = {"PYTHONPYCACHEPREFIX": str(tmp_path / "prefix")}
-    refuses("bytecode", "stale-bytecode", launch(root=lab.root, environ=elsewhere))
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "prefix"))  # PYTHONPYCACHEPREFIX
+    refuses("bytecode", "stale-bytecode", launch(root=lab.root))

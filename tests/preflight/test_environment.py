@@ -224,26 +224,11 @@ def test_an_untested_stack_is_a_remark(
     assert (f"never tested with {said}:" in found) if said else ("never tested" not in found)
 
 
-LIGER = """
-class LigerFusedLinearCrossEntropyFunction:
-    @staticmethod
-    def forward(ctx, _input):
-        return {}
-"""
-
-
-def test_a_liger_that_returns_another_number_of_values(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_liger_of_wrong_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
-    file = tmp_path / "liger_kernel" / "ops" / "fused_linear_cross_entropy.py"
-    file.parent.mkdir(parents=True)
-    (tmp_path / "liger_kernel" / "__init__.py").write_text("raise ImportError('never imported')")
     asked = launch(environ={"CPPMEGA_LINEAR_CE_KERNEL": "liger"})
-    file.write_text(LIGER.format("loss, z_loss, accuracy, predicted"))
-    holds("stack_pairs", asked)
-    file.write_text(LIGER.format("loss, z_loss"))
-    assert "returns 2 values" in refuses("stack_pairs", "liger-returns-other", asked).what
+    dist(tmp_path, "liger_kernel", "0.8.4")
+    assert "liger-kernel is 0.8.4" in refuses("stack_pairs", "stack-pair-broken", asked).what
     holds("stack_pairs", launch())  # nobody asked for it
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -11,21 +13,13 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from cppmega.errors import CppmegaError
-from cppmega.preflight.ask import ask
-from cppmega.preflight.checks import kernel_parity, mhc_kernels, tilelang_first_kernel
+from cppmega.preflight.checks import kernel_parity
 from cppmega.preflight.messages import (
-    ConnectionsAnswer,
-    ConnectionsOrder,
-    Device,
-    FirstKernelAnswer,
-    FirstKernelOrder,
     ParityAnswer,
     ParityOrder,
     SharedMemory,
     SparseAttention,
 )
-from cppmega.preflight.workers import mhc_kernels as mhc_worker
 from cppmega.preflight.workers import parity
 from tests.preflight.contexts import (
     FUSED,
@@ -37,7 +31,6 @@ from tests.preflight.contexts import (
     holds,
     launch,
     on,
-    parsed,
     refuses,
     says_nothing,
 )
@@ -187,103 +180,32 @@ class Mamba3(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("factor", "says"), [("2.0", "the largest output"), ("0.0", "zeros"), ("1e40", "not finite")]
+    ("factor", "wrong"), [("2.0", ""), ("0.0", "zeros"), ("1e40", "values that are not finite")]
 )
-def test_the_first_kernel_of_a_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: str, says: str
-) -> None:
-    """The worker in a process of its own, with a stand-in for Mamba-3 on CPU."""
+def test_the_first_kernel_of_a_process(tmp_path: Path, factor: str, wrong: str) -> None:
+    """The worker's function in a process of its own, with a stand-in for Mamba-3 on CPU."""
     modules = tmp_path / "mamba_ssm" / "modules"
     modules.mkdir(parents=True)
     (modules / "mamba3.py").write_text(MAMBA3.format(factor=factor))
-    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    worker = "cppmega.preflight.workers.first_kernel"
-    answer = ask(worker, FirstKernelOrder(device="cpu"), FirstKernelAnswer, environ)
-    if factor == "2.0":
-        assert says in tilelang_first_kernel.judge(answer)
-        return
-    with pytest.raises(CppmegaError) as refused:
-        tilelang_first_kernel.judge(answer)
-    assert refused.value.name == "tilelang-first-kernel" and says in refused.value.what
-    assert "cppmega explain tilelang_3071" in refused.value.next
+    code = "from cppmega.preflight.workers import parity; print(parity.first_kernel('cpu'))"
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"}
+    said = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
+    )
+    assert said.stdout.strip() == wrong
 
 
-def test_where_the_first_kernel_is_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    any_gpu = SLICE.with_(architectures=())
-    says_nothing("tilelang_first_kernel", on(H200))
-    monkeypatch.setattr(tilelang_first_kernel, "folder_of", lambda name: None)
-    says_nothing("tilelang_first_kernel", on(GB10, recipe=any_gpu))
-    (tmp_path / "ops" / "tilelang" / "mamba3").mkdir(parents=True)
-    monkeypatch.setattr(tilelang_first_kernel, "folder_of", lambda name: tmp_path)
+def test_where_the_first_kernel_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def answer(worker: str, order: Any, kind: Any, environ: Any) -> FirstKernelAnswer:
+    def answer(worker: str, order: Any, kind: Any, environ: Any) -> ParityAnswer:
         asked.append(environ["TILELANG_CACHE_DIR"])
-        assert order.device == "cuda" and not list(Path(asked[-1]).iterdir())
-        return FirstKernelAnswer(missing="" if len(asked) == 1 else "no scan", largest=0.0)
+        assert not list(Path(asked[-1]).iterdir())
+        return ParityAnswer([], [], "zeros" if order.first_kernel else "")
 
-    monkeypatch.setattr(tilelang_first_kernel, "ask", answer)
-    refuses("tilelang_first_kernel", "tilelang-first-kernel", on(GB10, recipe=any_gpu))
-    assert "no scan" in says_nothing("tilelang_first_kernel", on(GB10, recipe=any_gpu))
+    monkeypatch.setattr(kernel_parity, "ask", answer)
+    holds("kernel_parity", on(H200, deep=True))
+    small = on(GB10, recipe=SLICE.with_(architectures=()))
+    found = refuses("kernel_parity", "tilelang-first-kernel", small)
+    assert "zeros" in found.what and "cppmega explain tilelang_3071" in found.next
     assert len(set(asked)) == 2, "each time without a cache"
-
-
-CONNECTED = {
-    **{"bf16": True, "fp16": False, "hidden_size": 64, "enable_mhc_connections": True},
-    **{"use_fused_mhc": True, "mhc_num_residual_streams": 4},
-}
-ON_DEV = {"enable_mhc_connections": False, "enable_hyper_connections": True}
-
-
-@pytest.mark.parametrize(
-    ("changes", "shared", "why"),
-    [
-        ({}, 99, ""),
-        ({"hidden_size": 60}, 99, "width of 60"),
-        ({"mhc_num_residual_streams": 3}, 99, "3 streams"),
-        ({"mhc_num_residual_streams": None, "num_residual_streams": 3} | ON_DEV, 99, "3 streams"),
-        ({}, 64, "sm_75 gives a block 64 KiB"),
-    ],
-)
-def test_connections_that_their_kernels_decline(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], shared: int, why: str
-) -> None:
-    pytest.importorskip("triton")
-    from cppmega.ops.common import device as dsa_indexer_device
-
-    asked: list[ConnectionsOrder] = []
-
-    def answer(worker: str, order: Any, kind: Any, environ: Any) -> Any:
-        asked.append(order)
-        return mhc_worker.inspect(order)
-
-    kind = dsa_indexer_device.Gpu((9, 0) if shared == 99 else (7, 5), shared << 10)
-    monkeypatch.setattr(dsa_indexer_device, "gpu_of", lambda device: kind)
-    monkeypatch.setattr(mhc_kernels, "ask", answer)
-    context = on(H200)
-    context.__dict__["process"] = parsed({**CONNECTED, **changes})
-    if not why:
-        assert holds("mhc_kernels", context) == "4 streams of 64"
-        assert (asked[0].device, asked[0].dtype) == ("cuda", "bfloat16")
-    else:
-        assert why in refuses("mhc_kernels", "no-kernel", context).what
-
-
-@pytest.mark.parametrize(
-    ("changes", "found"),
-    [({"enable_mhc_connections": False}, H200), ({"use_fused_mhc": False}, H200), ({}, None)],
-)
-def test_connections_that_are_not_fused(changes: dict[str, Any], found: Device | None) -> None:
-    context = on(*([found] if found else []))
-    context.__dict__["process"] = parsed({**CONNECTED, **changes})
-    says_nothing("mhc_kernels", context)
-
-
-def test_the_kernels_are_asked_in_a_process() -> None:
-    pytest.importorskip("triton")
-    order = ConnectionsOrder(device="cpu", dtype="bfloat16", streams=4, width=64)
-    worker = "cppmega.preflight.workers.mhc_kernels"
-    answer = ask(worker, order, ConnectionsAnswer, dict(os.environ))
-    assert answer.reason == "the streams are on cpu"

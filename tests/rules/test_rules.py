@@ -47,6 +47,16 @@ def broken(
             {},
             "The fused kernels do not support 3 streams",
         ),
+        (
+            {"enable_hyper_connections": True, "num_residual_streams": 3, "use_fused_mhc": True},
+            {},
+            "The fused kernels do not support 3 streams",
+        ),
+        (
+            STREAMS | {"use_fused_mhc": True, "mhc_num_residual_streams": 4, "hidden_size": 60},
+            {},
+            "The fused kernels do not support 4 streams of 60",
+        ),
     ],
 )
 def test_a_size_without_sense(given: dict[str, Any], variables: Any, said: str) -> None:

@@ -11,20 +11,11 @@ ORDER: tuple[str, ...] = (
     *("recipe_complete", "stack_versions", "stack_pairs", "packages"),
     *("hosts", "network", "limits"),
     *("gpus", "gpus_free", "kernels", "gpu_memory", "shared_memory_flag", "kernel_parity"),
-    "tilelang_first_kernel",
     # the launch, without a process
     *("owned_arguments", "data", "folders", "save_folder"),
     # a process like a rank
     *("imported_process", "live_proofs"),
     # the launch line, by the installed version's own parser
-    *(
-        "unknown_arguments",
-        "line_parses",
-        "line_data",
-        "graph_pool",
-        "checkpoint",
-        "rules",
-        "mhc_kernels",
-    ),
+    *("unknown_arguments", "line_parses", "line_data", "graph_pool", "checkpoint", "rules"),
 )
 """Cheap checks come first where prerequisites allow: a mistyped path must not wait for torch."""

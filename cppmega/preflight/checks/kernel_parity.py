@@ -1,11 +1,13 @@
 """Each of our fused kernels agrees with its plain reference on this GPU.
 
 Runs with `--deep`, and always on sm_120 and sm_121, where the shared memory of the compiled kernels
-is checked as well.
+is checked as well, and Mamba-3's TileLang kernel is compiled first in the process: on a GB10 it
+returned zeros then, without an error (https://github.com/tile-ai/tilelang/issues/3071).
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 
 from cppmega.catalogue.page_rules import provided
@@ -30,7 +32,7 @@ def check(context: Context) -> str:
     """Run every kernel and its reference in a separate process.
 
     Raises:
-        CppmegaError: `kernel-differs`, `shared-memory-too-large`.
+        CppmegaError: `kernel-differs`, `shared-memory-too-large`, `tilelang-first-kernel`.
         NotApplicable: there is no GPU, or `--deep` was not requested.
     """
     devices = context.devices
@@ -38,8 +40,11 @@ def check(context: Context) -> str:
         raise NotApplicable("there is no GPU")
     if not context.deep and not devices.architectures & SMALL:
         raise NotApplicable("--deep runs every kernel against its reference")
-    order = ParityOrder(device="cuda", attention=attention(context))
-    answer = ask("cppmega.preflight.workers.parity", order, ParityAnswer, context.environ)
+    small = bool(devices.architectures & SMALL)
+    order = ParityOrder(device="cuda", attention=attention(context), first_kernel=small)
+    with tempfile.TemporaryDirectory() as folder:
+        environ = {**context.environ, "TILELANG_CACHE_DIR": folder}
+        answer = ask("cppmega.preflight.workers.parity", order, ParityAnswer, environ)
     refuse(wrong_kernels(answer, devices.architectures))
     return ", ".join(f"{one.kernel} {one.error:.1e}" for one in answer.kernels)
 
@@ -66,6 +71,14 @@ def attention(context: Context) -> SparseAttention | None:
 
 def wrong_kernels(answer: ParityAnswer, architectures: set[str]) -> Iterator[CppmegaError]:
     """Kernels that compute something else, or do not fit on these GPUs."""
+    if answer.first:
+        yield CppmegaError(
+            "tilelang-first-kernel",
+            f"Mamba-3's TileLang kernel, compiled first in a process, returns {answer.first}.",
+            "A rank that compiles it first would train on that without an error.",
+            "update the GPU's driver and empty TileLang's cache (~/.tilelang/cache), then run the "
+            "preflight again; cppmega explain tilelang_3071",
+        )
     for one in answer.kernels:
         if not one.ok:
             far = "not finite" if one.error is None else f"off by {one.error} of its norm"

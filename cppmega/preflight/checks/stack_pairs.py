@@ -1,12 +1,10 @@
 """No two installed packages of the stack are known to be incompatible.
 
-The requirements of each package on the others are compared: mamba-ssm pins one tilelang. A Liger
-whose fused cross-entropy returns a different number of values is refused where it is used.
+The requirements of each package on the others are compared: mamba-ssm pins one tilelang.
 """
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator, Mapping
 
 from packaging.specifiers import SpecifierSet
@@ -15,23 +13,19 @@ from packaging.version import Version
 from cppmega.errors import CppmegaError
 from cppmega.host import env
 from cppmega.host import packages as stack
-from cppmega.host.importable import folder_of
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import Remark, refuse
 
 AFTER: tuple[str, ...] = ()
 
-_LIGER_VALUES = 4
-"""Our backend unpacks the loss, two metrics and the predicted tokens."""
-
 
 def check(context: Context) -> str:
-    """Read the metadata, and Liger's source.
+    """Read the metadata.
 
     Raises:
-        CppmegaError: `stack-conflict`, `stack-pair-broken`, `liger-returns-other`.
+        CppmegaError: `stack-conflict`, `stack-pair-broken`.
     """
-    refuse([*_conflicts(), *_broken(), *_liger(context.environ)])
+    refuse([*_conflicts(), *_broken(), *_old_liger(context.environ)])
     found = [f"{name} {stack.version(name)}" for name in stack.NAMES if stack.version(name)]
     text = ", ".join(found) or "none of the packages is installed"
     untested = [
@@ -85,28 +79,13 @@ def _conflicts() -> Iterator[CppmegaError]:
         )
 
 
-def _liger(environ: Mapping[str, str]) -> Iterator[CppmegaError]:
-    folder = folder_of("liger_kernel")
-    if folder is None or env.LINEAR_CE_KERNEL.read(environ) != "liger":
-        return
-    found = _values(folder.joinpath("ops", "fused_linear_cross_entropy.py").read_bytes())
-    if found != _LIGER_VALUES:
+def _old_liger(environ: Mapping[str, str]) -> Iterator[CppmegaError]:
+    if env.LINEAR_CE_KERNEL.read(environ) == "liger" and not _is_in("liger-kernel", ">=0.8.5"):
         yield CppmegaError(
-            "liger-returns-other",
-            f"liger-kernel {stack.version('liger-kernel')}: its fused linear cross-entropy returns "
-            f"{found or 'an unknown number of'} values, not {_LIGER_VALUES}.",
-            "Before 0.8.5 it also scaled every row's gradient by the first one's, so that the loss "
+            "stack-pair-broken",
+            f"{env.LINEAR_CE_KERNEL.name} is liger, and liger-kernel is "
+            f"{stack.version('liger-kernel')}.",
+            "Before 0.8.5 it scaled every row's gradient by the first one's, so that the loss "
             "curve looked normal.",
-            "pip install 'liger-kernel>=0.8.5', or export CPPMEGA_LINEAR_CE_KERNEL=triton",
+            f"pip install 'liger-kernel>=0.8.5', or export {env.LINEAR_CE_KERNEL.name}=triton",
         )
-
-
-def _values(source: bytes) -> int:
-    """How many values the autograd function returns; 0 where its source does not show it."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ClassDef) and node.name == "LigerFusedLinearCrossEntropyFunction":
-            forward = [f for f in node.body if getattr(f, "name", "") == "forward"]
-            returned = [r.value for f in forward for r in ast.walk(f) if isinstance(r, ast.Return)]
-            tuples = [len(value.elts) for value in returned if isinstance(value, ast.Tuple)]
-            return max(tuples, default=1 if returned else 0)
-    return 0

@@ -29,7 +29,35 @@ _LIMIT = 99 * 1024
 
 def inspect(order: ParityOrder) -> ParityAnswer:
     """Run every kernel and its reference."""
-    return ParityAnswer(list(compare(order.device, order.attention)), list(shared_memory()))
+    first = first_kernel(order.device) if order.first_kernel else ""
+    kernels = list(compare(order.device, order.attention))
+    return ParityAnswer(kernels, list(shared_memory()), first)
+
+
+def first_kernel(device: str) -> str:
+    """Run Mamba-3's TileLang kernel as the first of this process; what is wrong with its output.
+
+    The shape is that of the report: 35 tokens and four ranks.
+    """
+    import torch
+
+    try:
+        from mamba_ssm.modules.mamba3 import Mamba3
+    except ImportError:
+        return ""  # no run uses it
+    torch.manual_seed(0)
+    layer = Mamba3(
+        d_model=256,
+        is_mimo=True,
+        mimo_rank=4,
+        chunk_size=16,
+        device=device,
+        dtype=torch.bfloat16,
+    )
+    largest = float(layer(torch.randn(1, 35, 256, device=device, dtype=torch.bfloat16)).abs().max())
+    if not isfinite(largest):
+        return "values that are not finite"
+    return "" if largest else "zeros"
 
 
 def compare(device: str, attention: SparseAttention | None = None) -> Iterator[KernelParity]:
