@@ -18,6 +18,7 @@ from cppmega.recipe import index as recipes_index
 from cppmega.recipe.run_options import RunOptions
 from cppmega.rules import starts
 from cppmega.training import options as trainer_options
+from cppmega.training import own_loop
 from cppmega.training import plan as planning
 from cppmega.training.requirements import Start
 from cppmega.tree import accepted
@@ -46,11 +47,9 @@ def train(
     calls.check_allowed(session.pages)
     Start(changed, options).check(*starts.PROFILE)
     if changed.kind == "loop" and not dry_run:
-        from cppmega.smoke import loop as smoke_loop
-
         if options.load is not None:
             checkpoint_files.newest(options.load)
-        smoke_loop.train(changed, options)
+        own_loop.train(changed, options)
         return
     plan = planning.check_files(changed, options, session)
     if dry_run:

@@ -287,7 +287,7 @@ _SUBJECTS = {
     "proving": "proof",
     "launching": "preflight launch recipe runs checkpoints sizes host",
     "running": "guard run calls",
-    "training": "training trainer features ops runtime smoke patches",
+    "training": "training trainer features ops runtime patches",
     "data": "data check_data",
 }
 """The pages of errors -> the parts of the package that raise them; the first is of all others."""

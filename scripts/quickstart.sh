@@ -25,7 +25,7 @@ step "4/6 prove each patch on patched code, on stock and on a do-nothing mutant:
 
 step "5/6 train a small GPT with MTP on CPU, stock and patched, from the same seeds"
 digest=$("$python" -m cppmega status --json | "$python" -c 'import json,sys; print(json.load(sys.stdin)["digest"])')
-corpus=$("$python" -c 'from cppmega.smoke import corpus; print(corpus.digest(corpus.documents()))')
+corpus=$("$python" -c 'from examples.smoke import corpus; print(corpus.digest(corpus.documents()))')
 data=$out/text-$corpus
 runs=()
 for seed in ${SEEDS:-1234}; do

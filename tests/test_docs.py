@@ -17,7 +17,7 @@ from cppmega.authoring.catalogue_readme import readme as catalogue_readme
 from cppmega.catalogue import loader as catalogue
 from cppmega.cli.main import cli
 from cppmega.run import run
-from cppmega.smoke import corpus
+from examples.smoke import corpus
 from examples.smoke.records import Summary
 
 REPOSITORY = Path(__file__).resolve().parent.parent

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from cppmega.cli.main import cli
-from cppmega.smoke import corpus
+from examples.smoke import corpus
 from tests.support import REPOSITORY, VERSIONS, copy
 from tests.support.made import snapshot
 
@@ -184,7 +184,7 @@ def test_it_has_the_results_that_pages_cite(run: Run, installed: Path) -> None:
 
 
 def test_it_has_the_frozen_text_of_the_smoke_run(installed: Path) -> None:
-    shipped = installed / "cppmega" / "smoke" / corpus.TEXT.name
+    shipped = installed / "cppmega" / "examples" / "smoke" / corpus.TEXT.name
     assert shipped.read_bytes() == corpus.TEXT.read_bytes()
 
 

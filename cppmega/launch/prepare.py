@@ -26,6 +26,7 @@ from cppmega.rules import starts
 from cppmega.runs import folder as run_folder
 from cppmega.runs import placeholders, tmux
 from cppmega.runs.manifest import DataRecord
+from cppmega.training import own_loop
 from cppmega.training.requirements import Start
 
 _LOOP_RANKS = 2
@@ -181,10 +182,8 @@ def _check_loop(recipe: Recipe, options: RunOptions, world: int) -> None:
     """
     if recipe.kind != "loop":
         return
-    from cppmega.smoke import loop as smoke_loop
-
-    smoke_loop.recipe_of_rank(recipe, world)
-    smoke_loop.refuse_options(recipe, options)
+    own_loop.recipe_of_rank(recipe, world)
+    own_loop.refuse_options(recipe, options)
 
 
 def environment_of(recipe: Recipe | None, environ: Mapping[str, str]) -> dict[str, str]:
@@ -232,10 +231,7 @@ def _rendered(context: Context, recipe: Recipe) -> tuple[tuple[str, ...], DataRe
     """Megatron's arguments, and the data by name, from what the preflight has found."""
     options = context.options
     if recipe.kind == "loop":
-        from cppmega.smoke import corpus
-        from cppmega.smoke import loop as smoke_loop
-
-        fingerprint = corpus.fingerprint(smoke_loop.folder_of(options.data, recipe))
+        fingerprint = own_loop.fingerprint(own_loop.folder_of(options.data, recipe))
         return (), DataRecord(paths=options.data, fingerprint=fingerprint)
     version, data = context.session.read_tree().version, context.data
     rendered = render(recipe.plus(*context.arguments), version, options, data.eod)

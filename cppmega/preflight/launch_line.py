@@ -11,6 +11,7 @@ from cppmega.preflight.findings import NotApplicable
 from cppmega.recipe import Recipe
 from cppmega.recipe.render import Rendered, render
 from cppmega.recipe.run_options import RunOptions
+from cppmega.training import own_loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +83,8 @@ class LaunchLine:
         """
         options = options.resuming()
         if recipe.kind == "loop":
-            from cppmega.smoke import loop as smoke_loop
-
-            smoke_loop.refuse_options(recipe.plus(*arguments), options)
-            smoke_loop.folder_of(options.data, recipe)
+            own_loop.refuse_options(recipe.plus(*arguments), options)
+            own_loop.folder_of(options.data, recipe)
             raise NotApplicable(f"{recipe.name} runs in its own loop: Megatron parses nothing")
         # Each of these has a check of its own, even if the recipe would refuse it.
         rendered = render(recipe, version, options, further=arguments)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import queue
 from collections.abc import Iterator
 from typing import Any
 
@@ -85,3 +86,15 @@ def init_distributed(tensor: int = 1, context: int = 1, expert: int = 1) -> None
             context_parallel_size=context,
             expert_model_parallel_size=expert,
         )
+
+
+def keep_saves_here() -> None:
+    """Let Megatron's saves give their results to a queue of this process.
+
+    For its own queue, each rank would start a process, which imports torch and Megatron again. Only
+    a save that continues in another process needs that, and no save of ours on CPU does.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()

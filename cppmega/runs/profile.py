@@ -100,7 +100,7 @@ class Profile(_Part, frozen=True, kw_only=True):
     megatron: str = ""
     versions: dict[str, str] = {}
     device: str
-    """The name of the GPU, or `CPU`, where operators take the place of kernels."""
+    """The name of the GPU."""
     rank: int = 0
     world_size: int = 1
     trace: str = TRACE

@@ -2,15 +2,14 @@
 
 The first rule that fits decides. Names are those of CUPTI: `void at::native::...<...>(...)` from
 torch and Transformer Engine, the Python name from Triton, `nvjet_...` and `sm90_xmma_...` from
-cuBLAS, the function's name and `_kernel` from TileLang. On CPU, operators take the place of
-kernels. A name that matches no rule is of the kind `other`, whose kernels a profile lists by name.
+cuBLAS, the function's name and `_kernel` from TileLang. cppmega's own kernels are named by their
+family, their folder in `cppmega.ops`. A name that matches no rule is of the kind `other`, whose
+kernels a profile lists by name.
 """
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterator
 from functools import cache
 from importlib.resources import files
 
@@ -24,32 +23,14 @@ OWN = "cppmega: "
 OPTIMIZER = "optimizer"
 PRODUCTS = "products"
 HEADS = "products of the heads"
-_DSA, _M2RNN, _MAMBA3, _NGRAMS = "DSA", "M2RNN", "Mamba-3", "n-gram hash"
-_ROUTERS = "routers"
-_HEADS = "losses of the heads"
-_FAMILIES = {
-    # Beginning of a folder's name in cppmega.ops, or of a file's, -> what its kernels compute.
-    "bits": _DSA,
-    "dsa_": _DSA,
-    "hadamard": _DSA,
-    "linear_cross_entropy": _HEADS,
-    "m2rnn": _M2RNN,
-    "mamba3": _MAMBA3,
-    "mhc": "hyper-connections",
-    "ngram_hash": _NGRAMS,
-    "packed_conv": _M2RNN,
-    "rope": "rotary embedding",
-    "router_gating": _ROUTERS,
-    "scaled": _HEADS,
-    "split_columns": _MAMBA3,
-}
 _AROUND = {
-    "cppmega::m2rnn": _M2RNN,
-    "cppmega::packed_conv": _M2RNN,
-    "cppmega::router_gating": _ROUTERS,
-    "cppmega::table_rows": _NGRAMS,
+    "cppmega::m2rnn": "m2rnn",
+    "cppmega::packed_conv": "packed_conv",
+    "cppmega::router_gating": "pointwise",
+    "cppmega::table_rows": "ngram_hash",
 }
-"""Beginning of an operator's name -> what it computes, where kernels of DSA have the same name."""
+"""Beginning of an operator's name -> its family, where kernels of DSA have the same name."""
+_KERNEL = re.compile(r"^@(?:triton|gluon)\.jit.*\n(?:^@.*\n)*def (\w+_kernel)\(", re.MULTILINE)
 _OWN_HEADS = r"^(DeferredScalar|Recompute)(Backward)?$"
 """Nodes of `linear_cross_entropy_autograd`."""
 _MEGATRON_LINEAR = r"^LinearWithGradAccumulationAndAsyncCommunication(Backward)?$"
@@ -116,31 +97,6 @@ _KERNELS: tuple[tuple[str, str, str], ...] = (
 )
 _COMPILED = tuple((kind, re.compile(name), re.compile(inside)) for kind, name, inside in _KERNELS)
 
-_OPERATORS: dict[str, str] = {
-    # Of torch on CPU: kind -> patterns of whole names, without the underscores around them.
-    "attention": r"scaled_dot_product\w*",
-    PRODUCTS: r"grouped_mm scaled_mm addmm addbmm addmv b?mm baddbmm dot linear matmul mv",
-    OPTIMIZER: r"foreach_\w+",
-    MEMORY: r"empty\w* fill full\w* new_\w+ ones\w* zeros?\w*",
-    _SORTING: r"argsort sort topk",
-    _REDUCTIONS: r"log_softmax\w* softmax\w* a?max a?min aminmax any all argmax argmin cumsum "
-    r"cumprod linalg_vector_norm logsumexp mean median (native_)?\w+_norm\w* nll_\w+ norm prod std "
-    r"sum var",
-    _COPIES: r"to_copy cat clone constant_pad_nd contiguous copy pad stack to",
-    _INDEXING: r"embedding\w* gather index\w* masked_select nonzero\w* repeat_interleave roll "
-    r"scatter\w* searchsorted take bincount unique\w*",
-    _ELEMENTWISE: r"\w*and \w*or neg abs add bitwise\w* bernoulli ceil clamp\w* cos diff div "
-    r"dropout eq erf exp floor\w* ge gelu\w* gt isfinite isinf isnan le lerp log\w* lt masked_fill "
-    r"maximum minimum mul ne normal pow rand\w* reciprocal relu rsqrt rsub sigmoid\w* sign silu\w* "
-    r"sin sqrt sub tanh\w* threshold\w* tri[lu] uniform where addc\w+ arange",
-    # Views and queries, which launch no computation.
-    "views": r"unsafe_view reshape\w* view\w* alias as_strided chunk detach expand\w* flatten item "
-    r"lift\w* local_scalar_dense movedim narrow permute resize resolve_\w+ result_type select\w* "
-    r"set slice\w* split\w* squeeze swapaxes t transpose unbind unflatten unfold unsqueeze is_\w+ "
-    r"has_\w+ set_data",
-}
-_WHOLE = {kind: re.compile("|".join(names.split())) for kind, names in _OPERATORS.items()}
-
 
 class Kinds:
     """The kinds of the kernels of one trace."""
@@ -166,26 +122,20 @@ class Kinds:
 
     def _find(self, name: str, inside: tuple[str, ...]) -> str:
         if families := own_kernels().get(name):
-            return OWN + _family(families, inside)
+            return OWN + _family(families, inside).replace("_", " ")
         kind = _by_rule(name, inside)
         in_head = kind == PRODUCTS and any(self._heads.search(one) for one in inside)
         return HEADS if in_head else kind
 
 
 def _by_rule(name: str, inside: tuple[str, ...]) -> str:
-    if name.startswith(("c10d::", "gloo::")):
-        return COMMUNICATION
     if any(one.startswith("Optimizer.") for one in inside):
         return OPTIMIZER
-    if name.startswith("aten::"):
-        plain = name.removeprefix("aten::").strip("_")
-        fitting = (kind for kind, pattern in _WHOLE.items() if pattern.fullmatch(plain))
-    else:
-        fitting = (
-            kind
-            for kind, pattern, around in _COMPILED
-            if pattern.search(name) and _around(around, inside)
-        )
+    fitting = (
+        kind
+        for kind, pattern, around in _COMPILED
+        if pattern.search(name) and _around(around, inside)
+    )
     return next(fitting, OTHER)
 
 
@@ -193,37 +143,22 @@ def _around(pattern: re.Pattern[str], inside: tuple[str, ...]) -> bool:
     return not pattern.pattern or any(pattern.search(one) for one in inside)
 
 
-def _family(families: frozenset[str], inside: tuple[str, ...]) -> str:
-    """What a kernel of cppmega computes, of those that have its name."""
-    if len(families) == 1:
-        return next(iter(families))
+def _family(families: tuple[str, ...], inside: tuple[str, ...]) -> str:
+    """The family of a kernel of cppmega, of those that have its name."""
     around = (
         of for operator in inside for begin, of in _AROUND.items() if operator.startswith(begin)
     )
-    return next(around, _DSA)
+    return families[0] if len(families) == 1 else next(around, families[0])
 
 
 @cache
-def own_kernels() -> dict[str, frozenset[str]]:
-    """The names of the Triton kernels of `cppmega.ops`, and what those of a name compute."""
-    found: dict[str, frozenset[str]] = {}
+def own_kernels() -> dict[str, tuple[str, ...]]:
+    """The names of the Triton kernels of `cppmega.ops` -> the families that have one, DSA first."""
+    found: dict[str, set[str]] = {}
     for folder in files("cppmega.ops").iterdir():
         for file in folder.iterdir() if folder.is_dir() else ():
             if file.name.endswith(("_triton.py", "_gluon.py")):
-                for name in _kernels(file.read_text()):
-                    family = _family_of(folder.name, file.name)
-                    found[name] = found.get(name, frozenset()) | {family}
-    return found
-
-
-def _family_of(folder: str, file: str) -> str:
-    names = (folder, file)
-    return next(of for begin, of in _FAMILIES.items() if any(n.startswith(begin) for n in names))
-
-
-def _kernels(text: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef):
-            decorators = {ast.unparse(one).partition("(")[0] for one in node.decorator_list}
-            if {"triton.jit", "gluon.jit"} & {*decorators} and node.name.endswith("_kernel"):
-                yield node.name
+                for name in _KERNEL.findall(file.read_text()):
+                    found.setdefault(name, set()).add(folder.name)
+    by_name = {name: sorted(of, key=lambda one: one[:4] != "dsa_") for name, of in found.items()}
+    return {name: tuple(families) for name, families in by_name.items()}

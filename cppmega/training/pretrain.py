@@ -237,7 +237,6 @@ def _profiler(plan: TrainingPlan) -> StepProfiler:
         plan.options,
         done + 1,
         rank=int(os.environ.get("RANK", "0")),
-        on_gpu=True,
         recipe=plan.recipe.name,
         overlay=plan.overlay,
         megatron=plan.rendered.version,

@@ -27,7 +27,7 @@ from cppmega.recipe.run_options import RunOptions
 from cppmega.runs import json_file
 from cppmega.runs.profile import SUMMARY, TRACE, Profile, lines
 from cppmega.training import step_profile
-from cppmega.training.trace import CPU, Trace, parse
+from cppmega.training.trace import Trace, parse
 
 _BEFORE = 2
 """First steps left out of the time without the profiler: they compile and fill caches."""
@@ -46,23 +46,20 @@ class StepProfiler:
     Every rank has one: the rank that logs must know which of its steps the profiler slowed down.
     """
 
-    def __init__(
-        self, options: RunOptions, first_step: int, *, rank: int, on_gpu: bool, **facts: Any
-    ) -> None:
+    def __init__(self, options: RunOptions, first_step: int, *, rank: int, **facts: Any) -> None:
         """Prepare the profile, if the options request one.
 
         Args:
             options: `profile`, `profile_after` and `profile_folder`.
             first_step: number of the first step of this start.
             rank: of this process; only rank 0 is profiled.
-            on_gpu: whether the model is on a GPU.
             facts: the profile's record of the run: `recipe`, `overlay` and so on.
 
         Raises:
             CppmegaError: `package-missing`, `write-failed`.
         """
         self._wanted, self._after = options.profile or 0, options.profile_after
-        self._folder, self._first, self._on_gpu = folder_of(options), first_step, on_gpu
+        self._folder, self._first = folder_of(options), first_step
         self._records = bool(self._wanted) and rank == 0
         self._facts = {"changes": options.changes, "rank": rank, **facts}
         self._facts["versions"] = _versions() if self._records else {}
@@ -71,8 +68,8 @@ class StepProfiler:
         self._step_starts: list[float] = []
         self._profiler: Any = None
         if self._records:
-            check_profiler(on_gpu)
             _create(self._folder)
+            check_profiler()
 
     def around(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function that runs one step."""
@@ -112,11 +109,11 @@ class StepProfiler:
 
     def _begin(self, at: int) -> None:
         """Begin a profiled step; the profiler itself starts one step before, to warm up."""
+        import torch
         from torch import profiler
 
         if at == -1:
-            activities = [profiler.ProfilerActivity.CPU]
-            activities += [profiler.ProfilerActivity.CUDA] if self._on_gpu else []
+            activities = [profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.CUDA]
             schedule = profiler.schedule(wait=0, warmup=1, active=self._wanted, repeat=1)
             self._profiler = profiler.profile(
                 activities=activities, schedule=schedule, acc_events=True
@@ -124,28 +121,23 @@ class StepProfiler:
             self._profiler.__enter__()
             return
         if at == 0:
-            self._synchronize()
+            torch.cuda.synchronize()
         self._profiler.step()
 
     def _end(self) -> None:
-        self._synchronize()
+        import torch
+
+        torch.cuda.synchronize()
         self._profiler.__exit__(None, None, None)
         finished, self._profiler = self._profiler, None
         profile = write(
             finished.export_chrome_trace,
             self._folder,
             self._first + self._after,
-            on_gpu=self._on_gpu,
             unprofiled_step_ms=self._without(),
             **self._facts,
         )
         print("\n".join(lines(profile)), f"\ntrace: {self._folder / TRACE}", flush=True)
-
-    def _synchronize(self) -> None:
-        if self._on_gpu:
-            import torch
-
-            torch.cuda.synchronize()
 
     def _without(self) -> float | None:
         """Median of the steps before the profiler was started, in milliseconds."""
@@ -154,8 +146,8 @@ class StepProfiler:
         return 1000 * statistics.median(each) if each else None
 
 
-def check_profiler(on_gpu: bool) -> None:
-    """Check that torch can profile this device.
+def check_profiler() -> None:
+    """Check that torch can profile a GPU.
 
     Raises:
         CppmegaError: `package-missing`.
@@ -163,30 +155,22 @@ def check_profiler(on_gpu: bool) -> None:
     from torch import profiler
 
     public: Any = profiler  # its functions are not typed, or not declared as exported
-    missing = ""
-    if not public.kineto_available():
-        missing = "This build of torch has no profiler (Kineto)."
-    elif on_gpu and profiler.ProfilerActivity.CUDA not in public.supported_activities():
-        missing = "This build of torch cannot profile CUDA (it lacks CUPTI, or finds no GPU)."
-    if missing:
+    if profiler.ProfilerActivity.CUDA not in public.supported_activities():
         raise CppmegaError(
             "package-missing",
-            missing,
+            "This build of torch cannot profile CUDA (it lacks Kineto or CUPTI, or finds no GPU).",
             "The run would train, but produce no profile.",
             f"install torch from its own index, or {_DISABLE}",
         )
 
 
-def write(
-    export: Callable[[str], object], folder: Path, first_step: int, *, on_gpu: bool, **facts: Any
-) -> Profile:
+def write(export: Callable[[str], object], folder: Path, first_step: int, **facts: Any) -> Profile:
     """Write trace and summary of the profiled steps.
 
     Args:
         export: writes the trace into a file.
         folder: where both go.
         first_step: number of the first profiled step.
-        on_gpu: whether there must be kernels.
         facts: the profile's record of the run.
 
     Raises:
@@ -197,7 +181,7 @@ def write(
         export(str(raw))
         data = raw.read_bytes()
         trace = parse(data)
-        _check(trace, on_gpu)
+        _check(trace)
         profile = step_profile.profile_of(trace, first_step, **facts)
         durable.replace(folder / TRACE, gzip.compress(data, _COMPRESSION))
         json_file.write(folder / SUMMARY, json_file.plain(profile))
@@ -211,10 +195,10 @@ def write(
     return profile
 
 
-def _check(trace: Trace, on_gpu: bool) -> None:
+def _check(trace: Trace) -> None:
     if not trace.steps:
         raise msgspec.DecodeError("no step is in it")
-    if on_gpu and trace.device == CPU:
+    if not trace.work:
         raise CppmegaError(
             "profile-without-kernels",
             "The profiler recorded no kernel of the GPU.",

@@ -36,7 +36,7 @@ class _Sum:
     def add(self, own: int, work: Work) -> None:
         self.own += own
         self.summed += work.span.end - work.span.start
-        self.launches += work.launches
+        self.launches += 1
 
 
 def profile_of(trace: Trace, first_step: int, **facts: Any) -> Profile:
@@ -65,7 +65,7 @@ def profile_of(trace: Trace, first_step: int, **facts: Any) -> Profile:
         busy_ms=_ms(busy, count),
         waiting_ms=_ms(waiting, count),
         waiting_share=waiting / (end - start),
-        launches=sum(one.launches for one in work) / count,
+        launches=len(work) / count,
         synchronizations=len(stops) / count,
         synchronizing_ms=_ms(sum(span.end - span.start for span in stops), count),
         kinds=_kinds(work, own, kinds, end - start, count),
@@ -91,7 +91,7 @@ class _Steps:
                 step=self.first + at,
                 ms=_ms(window.end - window.start),
                 busy_ms=_ms(window.end - window.start - _inside(idle, window)),
-                launches=sum(one.launches for one in work if self.step_of(one.span.start) == at),
+                launches=sum(self.step_of(one.span.start) == at for one in work),
             )
             for at, window in enumerate(self.windows)
         )

@@ -15,14 +15,10 @@ import msgspec
 
 from cppmega.host import json_text
 
-CPU = "CPU"
-
 _STEP = re.compile(r"ProfilerStep#\d+$")
 _DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _RUNTIME = frozenset({"cuda_runtime", "cuda_driver"})
 _HOST = frozenset({"cpu_op", "user_annotation"})
-_OPERATOR = re.compile(r"(?!(torch::)?autograd::)[a-z]\w*::\w")
-"""Operators proper, as opposed to nodes of autograd and annotations."""
 _CONTAINER = re.compile(
     r"ProfilerStep#|autograd::engine::evaluate_function: |Checkpoint\w*Function(Backward)?$"
 )
@@ -72,7 +68,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A kernel, a copy or a fill on the device; on CPU the own time of an operator."""
+    """A kernel, a copy or a fill on the device."""
 
     span: Span
     thread: int | str = 0
@@ -81,8 +77,6 @@ class Work:
     """When the call that launched it had returned; None: unknown."""
     inside: tuple[str, ...] = ()
     """The operators that launched it, the outermost first."""
-    launches: int = 1
-    """0: a further part of an operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +121,9 @@ def _trace(events: dict[str, list[_Event]], devices: list[str]) -> Trace:
         thread: _occupied(spans, _of_thread(blocking, thread)) for thread, spans in threads.items()
     }
     return Trace(
-        device=(devices or ["GPU"])[0] if on_device else CPU,
+        device=(devices or ["GPU"])[0],
         steps=tuple(sorted(event.span() for event in marks)),
-        work=tuple(_launched(on_device, runtime, threads) if on_device else _operators(threads)),
+        work=tuple(_launched(on_device, runtime, threads)),
         host=host,
         synchronizations=tuple(sorted(event.span() for event in blocking)),
         thread=marks[0].tid if marks else 0,
@@ -182,33 +176,6 @@ def _enclosing(spans: Sequence[Span], times: list[int]) -> Iterator[tuple[int, t
             open_.append(spans[at])
             at += 1
         yield time, tuple(span.name for span in open_ if span.end > time)
-
-
-def _operators(threads: dict[int | str, list[Span]]) -> Iterator[Work]:
-    """The own time of the operators on CPU: what the operators in them do not take."""
-    for thread, spans in threads.items():
-        open_: list[Span] = []
-        counted: set[Span] = set()
-        now = 0
-        for span in [*spans, None]:
-            until = span.start if span is not None else None
-            while open_ and (until is None or open_[-1].end <= until):
-                yield from _own_times(open_, now, open_[-1].end, thread, counted)
-                now = max(now, open_.pop().end)
-            if span is not None:
-                yield from _own_times(open_, now, span.start, thread, counted)
-                now = span.start
-                open_.append(span)
-
-
-def _own_times(
-    open_: list[Span], start: int, end: int, thread: int | str, counted: set[Span]
-) -> Iterator[Work]:
-    if open_ and start < end and _OPERATOR.match(open_[-1].name):
-        names = tuple(span.name for span in open_[:-1])
-        launches = int(open_[-1] not in counted)
-        counted.add(open_[-1])
-        yield Work(Span(start, end, open_[-1].name), thread, None, names, launches)
 
 
 def _occupied(spans: Sequence[Span], blocking: Sequence[Span]) -> tuple[Span, ...]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
 
 from cppmega.recipe import Recipe
-from cppmega.smoke.point import CurvePoint
-from examples.smoke import records
+
+from . import records
 
 
 @click.group()
@@ -63,7 +64,8 @@ def recipe() -> Recipe:
 def run(plan: Recipe, out: Path, data: Path, steps: int | None, *, unguarded: bool = False) -> None:
     """Train the recipe, and write its curve and its summary."""
     from cppmega.checkpoints import tracker as checkpoint_tracker
-    from cppmega.smoke import loop as smoke_loop
+
+    from . import loop as smoke_loop
 
     out.mkdir(parents=True, exist_ok=True)
     resumed = checkpoint_tracker.exists(out)
@@ -78,12 +80,11 @@ def run(plan: Recipe, out: Path, data: Path, steps: int | None, *, unguarded: bo
     records.write(out / records.SUMMARY, summary(plan, data, curve, outcome.compile_helpers))
 
 
-def summary(
-    plan: Recipe, data: Path, curve: list[CurvePoint], compile_helpers: str
-) -> records.Summary:
+def summary(plan: Recipe, data: Path, curve: list[Any], compile_helpers: str) -> records.Summary:
     """Sum up the run of this process."""
     from cppmega import guard
-    from cppmega.smoke import corpus
+
+    from . import corpus
 
     guarded = guard.active()
     return records.Summary(
@@ -119,6 +120,6 @@ def compare(runs: tuple[Path, ...], out: Path, data: Path, count: int) -> None:
 
     Runs with the same overlay and different seeds are drawn as one, with their spread.
     """
-    from examples.smoke import report
+    from . import report
 
     report.compare(runs, out, data, recipe(), count)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from cppmega.smoke.point import CurvePoint
+from .training_step import CurvePoint
 
 CURVE, SUMMARY = "curve.json", "summary.json"
 STOCK = "stock"

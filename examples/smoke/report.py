@@ -12,10 +12,11 @@ import torch
 
 from cppmega.proof import cpu_shims
 from cppmega.recipe import Recipe
-from cppmega.smoke import checkpoint as smoke_checkpoint
-from cppmega.smoke import model as smoke_model
-from cppmega.smoke import packs as smoke_packs
-from examples.smoke import records
+
+from . import checkpoint as smoke_checkpoint
+from . import model as smoke_model
+from . import packs as smoke_packs
+from . import records
 
 _COLOURS = ("#c44e52", "#4c72b0", "#55a868", "#8172b3")
 

@@ -27,7 +27,7 @@ from cppmega.guard import swaps
 from cppmega.host import process
 from cppmega.overlay import receipt
 from cppmega.overlay.verbs import Session
-from cppmega.smoke.checkpoint import keep_saves_here
+from cppmega.proof.cpu_shims import keep_saves_here
 from tests.configurations.settings import Configuration
 
 LATE = (

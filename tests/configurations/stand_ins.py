@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import random
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from cppmega.proof import cpu_shims
-from cppmega.smoke.model import DocumentAttention
+from examples.smoke.model import DocumentAttention
 from tests.configurations.batches import rows
 from tests.support.te_stand_ins import of_sequence_parts
 

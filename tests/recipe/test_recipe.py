@@ -15,7 +15,7 @@ from cppmega.errors import CppmegaError
 from cppmega.recipe import Mamba3, NgramHash, Recipe, layer_pattern, results
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.render import render
-from cppmega.smoke.loop import learning_rate
+from examples.smoke.training_step import learning_rate
 
 SLICE = recipes_index.load("nam56r_h200_slice")
 PIPELINE = {"pipeline_model_parallel_size": 2}

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from cppmega.recipe.index import load
-from cppmega.smoke import corpus, packs
 from cppmega.training.packing import Packed
-from examples.smoke import records
+from examples.smoke import corpus, packs, records
 
 DIGEST = "e152eda7757267ee"
 """Curves made with another text cannot be compared with the ones in `benchmarks/results`."""

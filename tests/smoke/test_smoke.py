@@ -123,9 +123,10 @@ from types import SimpleNamespace
 import torch
 from cppmega.overlay import record as overlay_record
 from cppmega.recipe.index import load
-from cppmega.smoke import loop as smoke_loop, model as smoke_model
+from examples.smoke import loop as smoke_loop, model as smoke_model
 from cppmega.errors import CppmegaError
-from cppmega.smoke.loop import Loop, recipe_of_rank
+from cppmega.training.own_loop import recipe_of_rank
+from examples.smoke.loop import Loop
 
 out, folder, data = {}, Path(os.environ["FOLDER"]), Path(os.environ["DATA"])
 recipe = load('smoke_cpu').with_(num_layers=2, mtp_num_layers=1)

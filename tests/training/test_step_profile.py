@@ -90,7 +90,7 @@ def test_nothing_unknown_is_hidden() -> None:
 
 
 def test_a_device_that_does_nothing_waits() -> None:
-    trace = Trace("CPU", (Span(0, 50, "ProfilerStep#1"),), ())
+    trace = Trace("GPU", (Span(0, 50, "ProfilerStep#1"),), ())
     found = profile_of(trace, 1, recipe="r")
     assert (found.busy_ms, found.waiting_share, found.kinds) == (0, 1, ())
 

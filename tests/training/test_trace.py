@@ -48,25 +48,6 @@ def test_the_host_is_in_one_thing_at_a_time() -> None:
     assert host[BACKWARD] == (Span(52_000, 88_000, "AddmmBackward0"),)
 
 
-def test_on_cpu_operators_have_their_own_time_and_are_counted_once() -> None:
-    trace = MadeTrace(device="")
-    trace.steps(0, 100)
-    trace.operator("aten::linear", 10, 50)
-    trace.operator("aten::t", 20, 25)
-    trace.operator("aten::mm", 25, 40)
-    trace.operator("Backward0", 60, 90, BACKWARD)
-    trace.operator("aten::sum", 70, 80, BACKWARD)
-    found = parse(trace.data())
-    assert found.device == "CPU"
-    assert sorted((work.span, work.launches) for work in found.work) == [
-        (Span(10_000, 20_000, "aten::linear"), 1),
-        (Span(20_000, 25_000, "aten::t"), 1),
-        (Span(25_000, 40_000, "aten::mm"), 1),
-        (Span(40_000, 50_000, "aten::linear"), 0),
-        (Span(70_000, 80_000, "aten::sum"), 1),
-    ]
-
-
 @pytest.mark.parametrize("data", [b"", b"{}", b"[1]", made().data()[:-200]])
 def test_what_is_no_trace_or_cut_off(data: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):

@@ -26,7 +26,7 @@ from megatron.core import parallel_state
 
 from cppmega.errors import CppmegaError
 from cppmega.host import process
-from cppmega.smoke.checkpoint import keep_saves_here
+from cppmega.proof.cpu_shims import keep_saves_here
 from tests.configurations import models, stand_ins
 from tests.configurations.settings import Configuration
 from tests.upstream_patches.optimizer.distributed_optimizer import on_cpu

@@ -27,7 +27,7 @@ from cppmega.features.mixers.m2rnn import M2RNNMixer
 from cppmega.features.mixers.padded_columns import padded_columns
 from cppmega.recipe import M2RNN
 from cppmega.recipe import arithmetic
-from cppmega.smoke.checkpoint import keep_saves_here
+from cppmega.proof.cpu_shims import keep_saves_here
 
 keep_saves_here()
 

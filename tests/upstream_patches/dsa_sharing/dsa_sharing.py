@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from cppmega.errors import CppmegaError
-from cppmega.smoke.checkpoint import keep_saves_here
+from cppmega.proof.cpu_shims import keep_saves_here
 from tests.upstream_patches.dsa import dsa_models as models
 
 SHARE = {"dsa_indexer_topk_freq": 2, "dsa_indexer_skip_topk_offset": 1}

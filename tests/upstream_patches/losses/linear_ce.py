@@ -20,7 +20,7 @@ from cppmega.catalogue import loader as catalogue
 from cppmega.errors import CppmegaError
 from cppmega.ops import linear_cross_entropy as op
 from cppmega.proof import cpu_shims
-from cppmega.smoke.checkpoint import keep_saves_here
+from cppmega.proof.cpu_shims import keep_saves_here
 
 HEADS = ("linear_ce_gpt_head", "linear_ce_hybrid_head")
 OFF = {"cross_entropy_loss_fusion": False, "cross_entropy_fusion_impl": "native"}

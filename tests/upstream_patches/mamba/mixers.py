@@ -24,7 +24,7 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from torch.nn import functional
 
 from cppmega.guard import installed
-from cppmega.smoke.checkpoint import keep_saves_here
+from cppmega.proof.cpu_shims import keep_saves_here
 from tests.upstream_patches.one_process import Stock
 from tests.upstream_patches.optimizer.distributed_optimizer import Adam
 

@@ -24,8 +24,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
 from cppmega.proof import cpu_shims
+from cppmega.proof.cpu_shims import keep_saves_here
 from cppmega.proof.small_models import arguments
-from cppmega.smoke.checkpoint import keep_saves_here
 from tests.upstream_patches.mhc import mhc_models as models
 from tests.upstream_patches.optimizer.distributed_optimizer import on_cpu
 

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import queue
 from pathlib import Path
 from typing import Any
 
 from cppmega.checkpoints.tracker import TRACKER
 from cppmega.overlay import record as overlay_record
 from cppmega.overlay.record import OverlayRecord
-
-
-def keep_saves_here() -> None:
-    """Let Megatron's saves give their results to a queue of this process.
-
-    For its own queue, each rank would start a process, which imports torch and Megatron again. Only
-    a save that continues in another process needs that, and no save of ours on CPU does.
-    """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    if filesystem_async._results_queue is None:
-        filesystem_async._results_queue = queue.Queue()
+from cppmega.proof.cpu_shims import keep_saves_here
 
 
 def save(folder: Path, model: Any, optimizer: Any, step: int, record: OverlayRecord) -> None:

@@ -9,11 +9,30 @@ import msgspec
 import torch
 
 from cppmega.recipe import Recipe
-from cppmega.smoke.packs import loss_per_token, true_labels
-from cppmega.smoke.point import CurvePoint
 from cppmega.training.batch import check_batch
 from cppmega.training.nonfinite import Watch, gradient_error, loss_error
 from cppmega.training.packing import Packed
+
+from .packs import loss_per_token, true_labels
+
+
+class CurvePoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One training step, over all ranks."""
+
+    step: int
+    loss: float
+    mtp: float | None
+    """Mean over the MTP depths, on the labels that Megatron computed; None: there is no MTP."""
+    grad_norm: float
+    wrong: int
+    """MTP labels that are wrong or missing, judged by the documents."""
+    labels: int
+    """True MTP labels in the documents."""
+
+
+def learning_rate(plan: Recipe, step: int) -> float:
+    """The rate of a step: it rises linearly over the warm-up, if there is one, and then stays."""
+    return plan.lr * min(1.0, step / max(plan.lr_warmup_iters, 1))
 
 
 def train_step(

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from cppmega.recipe import Recipe
-from cppmega.smoke import corpus
 from cppmega.training.packing import Packed, pack
+
+from . import corpus
 
 Documents = Sequence[np.ndarray[Any, Any]]
 
