@@ -11,7 +11,7 @@ from cppmega.host import command_words
 from cppmega.host import table as host_table
 from cppmega.host.wording import counted
 from cppmega.overlay import record as overlay_record
-from cppmega.runs import json_file
+from cppmega.runs import json_file, metrics
 from cppmega.runs.curves import Curve, curve, held_out
 from cppmega.runs.folder import Run, RunState
 from cppmega.runs.manifest import Manifest
@@ -98,10 +98,10 @@ def compare(one: Run, other: Run) -> Comparison:
     return Comparison(
         runs=(_head(one), _head(other)),
         overlay=overlay_record.differences(a.overlay, b.overlay),
-        recipe=_recipe(a, b),
-        arguments=_arguments(a, b),
-        environment=_mapping(a.environment, b.environment),
-        stack=_mapping(a.stack, b.stack),
+        recipe=_different(_recipe(a), _recipe(b)),
+        arguments=sorted(_different(_arguments(a), _arguments(b), "not given")),
+        environment=sorted(_different(a.environment, b.environment)),
+        stack=sorted(_different(a.stack, b.stack)),
         data=_data(one, other),
         steps=[_step(step, *curves) for step in sorted(curves[0].keys() | curves[1].keys())],
         common_steps=len(common),
@@ -200,91 +200,59 @@ def _head(run: Run) -> Head:
     )
 
 
-def _recipe(a: Manifest, b: Manifest) -> list[str]:
-    one, other = a.recipe, b.recipe
-    differences = [
-        f"{label}: {mine[:16]} | {theirs[:16]}"
-        for label, mine, theirs in (
-            ("recipe", one.name, other.name),
-            ("text of the recipe file", one.sha256, other.sha256),
-        )
-        if mine != theirs
-    ]
-    changes = [" ".join(recipe.changes) or "nothing" for recipe in (one, other)]
-    if changes[0] != changes[1]:
-        differences.append(f"changed with --set: {changes[0]} | {changes[1]}")
-    return differences
-
-
-def _arguments(a: Manifest, b: Manifest) -> list[str]:
-    one, other = _named(a.arguments), _named(b.arguments)
-    differences = {
-        name: f"{_value(one, name)} | {_value(other, name)}"
-        for name in sorted(one.keys() | other.keys())
-        if one.get(name) != other.get(name) and name not in _OWN_PLACES
-    }
-    for name, text in _options(a, b):
-        differences.setdefault(name, text)
-    for name in ("nodes", "nproc"):
-        if getattr(a, name) != getattr(b, name):
-            differences[name] = f"{getattr(a, name)} | {getattr(b, name)}"
-    return [f"{name}: {text}" for name, text in differences.items()]
-
-
-def _options(a: Manifest, b: Manifest) -> Iterator[tuple[str, str]]:
-    one, other = json_file.plain(a.options), json_file.plain(b.options)
-    for name in sorted(one.keys() - {*_OWN_OPTIONS}):
-        flag = "--" + name.replace("_", "-")
-        if one[name] != other[name] and flag not in _OWN_PLACES:
-            yield flag, f"{_shown(one[name])} | {_shown(other[name])}"
-
-
-def _shown(value: object) -> str:
-    return str(list(value)) if isinstance(value, tuple) else str(value)
-
-
-def _value(arguments: Mapping[str, str], name: str) -> str:
-    return arguments[name] or "given" if name in arguments else "not given"
-
-
-def _named(argv: Sequence[str]) -> dict[str, str]:
-    """Argument -> its values; of one that recurs, Megatron uses the last."""
-    return {option.name: " ".join(option.values) for option in command_words.read(argv)}
-
-
-def _mapping(a: Mapping[str, str], b: Mapping[str, str]) -> list[str]:
+def _different(
+    one: Mapping[str, object], other: Mapping[str, object], absent: str = "not there"
+) -> list[str]:
+    """`name: value of one | value of the other`, where they differ."""
     return [
-        f"{name}: {a.get(name, 'not there')} | {b.get(name, 'not there')}"
-        for name in sorted(a.keys() | b.keys())
-        if a.get(name) != b.get(name)
+        f"{name}: {one.get(name, absent)} | {other.get(name, absent)}"
+        for name in dict.fromkeys((*one, *other))
+        if one.get(name) != other.get(name)
     ]
+
+
+def _recipe(manifest: Manifest) -> dict[str, str]:
+    recipe = manifest.recipe
+    return {
+        "recipe": recipe.name,
+        "text of the recipe file": recipe.sha256[:16],
+        "changed with --set": " ".join(recipe.changes) or "nothing",
+    }
+
+
+def _arguments(manifest: Manifest) -> dict[str, object]:
+    """Arguments and options -> values, without those that are different for every run.
+
+    Of an argument that recurs, Megatron uses the last.
+    """
+    words = command_words.read(manifest.arguments)
+    named = {option.name: " ".join(option.values) or "given" for option in words}
+    options = {
+        "--" + name.replace("_", "-"): list(value) if isinstance(value, tuple) else value
+        for name, value in json_file.plain(manifest.options).items()
+        if name not in _OWN_OPTIONS
+    }
+    stated = {**options, **named, "nodes": manifest.nodes, "nproc": manifest.nproc}
+    return {name: value for name, value in stated.items() if name not in _OWN_PLACES}
 
 
 def _data(one: Run, other: Run) -> list[str]:
     """Compare by content: two copies of the same tokens are the same data."""
-    a, b = one.manifest.data, other.manifest.data
-    differences = []
-    if a.mock != b.mock:
-        differences.append(f"mock data: {a.mock} | {b.mock}")
-    trained = [_trained_on(run) for run in (one, other)]
-    if trained[0] != trained[1]:
-        differences.append(f"fingerprint: {trained[0]} | {trained[1]}")
-        differences.append(f"paths: {' '.join(a.paths)} | {' '.join(b.paths)}")
-    evaluated = [_evaluated_on(run) for run in (one, other)]
-    if evaluated[0] != evaluated[1]:
-        differences.append(f"held-out fingerprint: {evaluated[0]} | {evaluated[1]}")
-    return differences
-
-
-def _evaluated_on(run: Run) -> str:
-    first = next(iter(run.starts()), None)
-    return (first.held_out if first is not None else "") or "none"
-
-
-def _trained_on(run: Run) -> str:
-    """The fingerprint that the ranks found at their start; before that, the launch's."""
-    first = next(iter(run.starts()), None)
-    return (first.data if first is not None else "") or run.manifest.data.fingerprint
+    facts: list[dict[str, object]] = []
+    for run in (one, other):
+        data, start = run.manifest.data, metrics.first_start(run.logged)
+        facts.append(
+            {
+                "mock data": data.mock,
+                # The one that the ranks found at their start; before that, the launch's.
+                "fingerprint": (start and start.data) or data.fingerprint,
+                "paths": " ".join(data.paths),
+                "held-out fingerprint": (start and start.held_out) or "none",
+            }
+        )
+    if facts[0]["fingerprint"] == facts[1]["fingerprint"]:
+        facts[0]["paths"] = facts[1]["paths"]
+    return _different(facts[0], facts[1])
 
 
 def _held_out(one: Run, other: Run) -> list[HeldOutPair]:
@@ -299,16 +267,11 @@ def _held_out(one: Run, other: Run) -> list[HeldOutPair]:
     ]
 
 
-def _step(step: int, a: Curve, b: Curve) -> StepPair:
-    one, other = a.get(step), b.get(step)
-    return StepPair(
-        step=step,
-        loss=(one.loss if one else None, other.loss if other else None),
-        tokens_per_second=(
-            one.tokens_per_second if one else None,
-            other.tokens_per_second if other else None,
-        ),
-    )
+def _step(step: int, *curves: Curve) -> StepPair:
+    rows = [curve.get(step) for curve in curves]
+    loss = [None if row is None else row.loss for row in rows]
+    speed = [None if row is None else row.tokens_per_second for row in rows]
+    return StepPair(step=step, loss=(loss[0], loss[1]), tokens_per_second=(speed[0], speed[1]))
 
 
 def _largest(common: Sequence[int], a: Curve, b: Curve) -> float | None:

@@ -234,19 +234,7 @@ class Run:
 
     def last_step(self) -> LoggedStep | None:
         """The last logged step."""
-        return metrics.last_step(self.logged)
-
-    def last_steps(self) -> list[LoggedStep]:
-        """The last logged steps, a hundred or more."""
-        return metrics.last_steps(self.logged)
-
-    def last_logged(self) -> float:
-        """When a step or a header was last logged, in seconds since the epoch; 0 if never."""
-        return metrics.last_written(self.logged)
-
-    def first_start(self) -> Start | None:
-        """The header that its ranks wrote when they first started."""
-        return metrics.first_start(self.logged)
+        return next(reversed(metrics.last_steps(self.logged)), None)
 
     def checkpoint(self) -> int | None:
         """Step of the newest complete checkpoint."""

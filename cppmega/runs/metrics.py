@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -54,6 +53,9 @@ class LoggedStep(msgspec.Struct, frozen=True, kw_only=True):
     expert_load: tuple[tuple[float, float], ...] | None = None
     """By MoE layer of the rank, the fewest and the most tokens of an expert, relative to the mean;
     None without routers that count them."""
+    tflops_per_gpu: float | None = None
+    """With every layer counted; None in a loop of one's own."""
+    tflops_per_gpu_by_megatron: float | None = None
 
 
 class HeldOutLoss(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +84,7 @@ def append(path: Path, record: Start | LoggedStep | HeldOutLoss) -> None:
 
 def steps(path: Path) -> list[LoggedStep]:
     """Read the logged steps; a line that is damaged or still being written is skipped."""
-    return list(_records(path, LoggedStep))
+    return _records(path, LoggedStep)
 
 
 def evaluations(path: Path) -> list[HeldOutLoss]:
@@ -92,56 +94,37 @@ def evaluations(path: Path) -> list[HeldOutLoss]:
 
 def starts(path: Path) -> list[Start]:
     """Read the headers."""
-    return list(_records(path, Start))
-
-
-def _records(path: Path, kind: type[T]) -> Iterator[T]:
-    if not path.is_file():  # reading a pipe would block
-        return
-    for line in path.read_text(errors="replace").split("\n")[:-1]:
-        record = _decode(line, kind)
-        if record is not None:
-            yield record
-
-
-def last_step(path: Path) -> LoggedStep | None:
-    """Read the last logged step without reading all of a file that grew for weeks."""
-    decoded = (_decode(line, LoggedStep) for line in reversed(_last_lines(path)))
-    return next((step for step in decoded if step is not None), None)
+    return _records(path, Start)
 
 
 def last_steps(path: Path) -> list[LoggedStep]:
     """Read the last logged steps, a hundred or more, without reading all of a long file."""
-    decoded = (_decode(line, LoggedStep) for line in _last_lines(path))
-    return [step for step in decoded if step is not None]
+    return _records(path, LoggedStep, last=True)
 
 
 def last_evaluation(path: Path) -> HeldOutLoss | None:
     """Read the last held-out losses, if a hundred steps or fewer were logged since."""
-    decoded = (_decode(line, HeldOutLoss) for line in reversed(_last_lines(path)))
-    return next((row for row in decoded if row is not None), None)
+    return next(reversed(_records(path, HeldOutLoss, last=True)), None)
 
 
 def first_start(path: Path) -> Start | None:
     """Read the first header, which is the first line."""
-    if not path.is_file():
-        return None
-    try:
-        with path.open(errors="replace") as file:
-            return _decode(file.readline(_LAST), Start)
-    except OSError:
-        return None
+    return next(iter(_records(path, Start, first=True)), None)
 
 
-def _last_lines(path: Path) -> list[str]:
-    if not path.is_file():
-        return []
+def _records(path: Path, kind: type[T], *, first: bool = False, last: bool = False) -> list[T]:
+    """The records of one kind: all, that of the first line, or those at the end of the file."""
     try:
+        if not path.is_file():  # reading a pipe would block
+            return []
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _LAST))
-            return file.read().decode(errors="replace").split("\n")[:-1]
+            if last:
+                file.seek(max(0, path.stat().st_size - _LAST))
+            data = file.readline(_LAST) if first else file.read()
     except OSError:
         return []
+    lines = data.decode(errors="replace").split("\n")[:-1]
+    return [row for line in lines if (row := _decode(line, kind)) is not None]
 
 
 def _decode(line: str, kind: type[T]) -> T | None:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from statistics import median
 
 from cppmega.host import gpus
-from cppmega.runs import failures, liveness, rank_progress
+from cppmega.runs import failures, liveness, metrics, rank_progress
 from cppmega.runs.folder import LIVE, Run, RunState
 from cppmega.runs.listing import duration
 from cppmega.runs.manifest import Manifest
@@ -73,7 +73,7 @@ def look(run: Run, stalled_after: float, now: float | None = None) -> Sight:
         now: seconds since the epoch; None: the clock.
     """
     run = Run(run.path)  # whose manifest may have been written since
-    steps, state = run.last_steps(), run.state()
+    steps, state = metrics.last_steps(run.logged), run.state()
     if not steps:
         return Sight(run=run, state=state, error=_error(run))
     last, distance = steps[-1], _distance(steps)
@@ -87,7 +87,7 @@ def look(run: Run, stalled_after: float, now: float | None = None) -> Sight:
         error=_error(run),
     )
     sight = replace(sight, saves_at=_next_checkpoint(run, last.step, sight.end))
-    silent = (time.time() if now is None else now) - run.last_logged()
+    silent = (time.time() if now is None else now) - metrics.last_written(run.logged)
     if sight.live and distance and silent > max(_PATIENCE, stalled_after * distance):
         sight = replace(sight, stall=_stall(run, last.step, silent, distance))
     return sight
@@ -123,7 +123,7 @@ def _spike(steps: Sequence[LoggedStep]) -> str:
 
 
 def _end(run: Run, step: int) -> int | None:
-    start, outline = run.first_start(), run.outline
+    start, outline = metrics.first_start(run.logged), run.outline
     total = start.train_iters if start is not None else None
     interval = outline.options.exit_interval if isinstance(outline, Manifest) else None
     ends = [total, _multiple(interval, step) if interval else None]

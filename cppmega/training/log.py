@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from cppmega.recipe import Recipe
@@ -33,14 +34,6 @@ class TrainingStart(Start, frozen=True, kw_only=True):
     arguments: tuple[str, ...]
     dsa_dense_loss_steps: int | UnsetType = UNSET
     """Steps whose indexer loss is dense, before it is sparse; absent where no step is named."""
-
-
-class TrainingStep(LoggedStep, frozen=True, kw_only=True):
-    """A logged step of a run that Megatron trains."""
-
-    tflops_per_gpu: float
-    tflops_per_gpu_by_megatron: float | None
-    peak_gib: float
 
 
 class Log:
@@ -105,7 +98,7 @@ class Log:
 
         return logged
 
-    def read(self, message: str) -> TrainingStep | None:
+    def read(self, message: str) -> LoggedStep | None:
         """Read a step's line; None for any other message."""
         tokens = self.recipe.global_batch_size * self.recipe.seq_length
         found = megatron_line.read(message, tokens)
@@ -113,13 +106,8 @@ class Log:
             return None
         step, values = found
         work = flops(self.recipe, self._squares()) * tokens / step.seconds / self.world_size
-        return TrainingStep(
-            step=step.step,
-            seconds=step.seconds,
-            tokens_per_second=step.tokens_per_second,
-            loss=step.loss,
-            grad_norm=step.grad_norm,
-            losses=step.losses,
+        return msgspec.structs.replace(
+            step,
             tflops_per_gpu=work / 1e12,
             tflops_per_gpu_by_megatron=values.get(megatron_line.THROUGHPUT),
             peak_gib=self._peak(),
@@ -129,7 +117,7 @@ class Log:
             profiled=self._profiled(),
         )
 
-    def line(self, message: str, step: TrainingStep) -> str:
+    def line(self, message: str, step: LoggedStep) -> str:
         """Append cppmega's numbers to Megatron's line."""
         numbers = (
             f" with every layer counted (TFLOP/s/GPU): {step.tflops_per_gpu:.1f} |"
@@ -148,7 +136,7 @@ class Log:
         return before + message + numbers + f" {MOCK}" * self.mock
 
 
-def scalars_of(step: TrainingStep) -> dict[str, float]:
+def scalars_of(step: LoggedStep) -> dict[str, float]:
     """What cppmega adds to Megatron's numbers, under the names of a step's record."""
     names = ("tokens_per_second", "tflops_per_gpu", "peak_gib", "graph_pool_gib")
     values = {f"cppmega/{name}": getattr(step, name) for name in names}
