@@ -23,7 +23,7 @@ from tests.support.made import snapshot
 
 pytestmark = pytest.mark.slow
 
-SHIPPED = ("cppmega", "upstream_patches", "recipes", "benchmarks/results")
+SHIPPED = ("cppmega", "upstream_patches", "recipes", "examples", "benchmarks/results")
 FILES = ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE")
 Run = Callable[..., subprocess.CompletedProcess[str]]
 

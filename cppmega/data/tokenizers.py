@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -53,27 +53,6 @@ class Placed:
     """First byte of each token, int64. A character that is split over tokens belongs to each."""
     ends: np.ndarray[Any, Any]
     """The byte after its last, int64; a token that represents no text is empty."""
-
-
-class Tokenizer(Protocol):
-    """The interface that `prepare_data` needs of a tokenizer."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Ids run from 0 to one less."""
-
-    @property
-    def eod(self) -> int:
-        """Id appended to every document."""
-
-    def encode(self, documents: Sequence[bytes]) -> list[list[int]]:
-        """Token ids of each document, without the end; UnicodeDecodeError if one is not a text."""
-
-    def encode_placed(self, documents: Sequence[bytes]) -> list[Placed]:
-        """The same ids with their places; UnicodeDecodeError as `encode`."""
-
-    def describe(self) -> TokenizerRecord:
-        """Its identity, as the dataset's card keeps it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +131,7 @@ class HuggingFaceTokenizer:
         self.eod = int(found)
 
     def encode(self, documents: Sequence[bytes]) -> list[list[int]]:
-        """Ids of each document, on all threads."""
+        """Ids of each document, on all threads; UnicodeDecodeError if one is not a text."""
         return [list(one.ids) for one in self._encodings(documents)]
 
     def encode_placed(self, documents: Sequence[bytes]) -> list[Placed]:
@@ -178,7 +157,10 @@ class HuggingFaceTokenizer:
         )
 
 
-def load(name: str, eod: str | None = None) -> ByteTokenizer | HuggingFaceTokenizer:
+Tokenizer = ByteTokenizer | HuggingFaceTokenizer
+
+
+def load(name: str, eod: str | None = None) -> Tokenizer:
     """Load a tokenizer by its name, `byte` or a path.
 
     Raises:

@@ -17,11 +17,12 @@ from pathlib import Path
 
 import msgspec
 
-from cppmega.data import bpe, corpus, encoding, prepare, sources, structure_labels, tokenizers
+from cppmega.data import corpus, encoding, prepare, sources, structure_labels, tokenizers
 from cppmega.data.corpus import Card
 from cppmega.errors import CppmegaError
 from cppmega.host import durable
 from tools.code_corpus import archive as archives
+from tools.code_corpus import bpe
 from tools.code_corpus.archive import Manifest
 from tools.code_corpus.card import CodeCard, of_part, part_record
 from tools.code_corpus.listing import PARTS, Part

@@ -10,8 +10,8 @@ import hashlib
 import re
 from pathlib import PurePosixPath
 
-from cppmega.data.bpe import END
 from cppmega.data.structure import Language, language_of
+from tools.code_corpus.bpe import END
 from tools.code_corpus.listing import Part
 
 _LONGEST = 1 << 20

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from cppmega.data.bpe import END
 from tests.support import REPOSITORY
 from tests.tools.code_corpus.projects import c, python
+from tools.code_corpus.bpe import END
 from tools.code_corpus.selection import Seen, problem
 
 

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cppmega.data import bpe, structure_labels, tokenizers
+from cppmega.data import structure_labels, tokenizers
 from cppmega.errors import CppmegaError
 from tests.support.tokenizers import codes_of
 from tests.tools.code_corpus.projects import c, python
+from tools.code_corpus import bpe
 
 SIZE = 380
 TEXTS = [maker(name) for name in ("one", "two", "three") for maker in (python, c)]
