@@ -9,7 +9,7 @@ from typing import Any
 
 from cppmega.authoring.drift_result import MEANING, Drift, PageDrift, Side, TargetDrift
 from cppmega.authoring.statements import StatementChange
-from cppmega.host.console import ENVELOPE, Style, styled
+from cppmega.host.console import ENVELOPE, Style, styled, terminal_width
 from cppmega.host.wording import counted, listed
 from cppmega.overlay.verdict import NEEDED
 from cppmega.page import Page
@@ -165,7 +165,7 @@ def verdict(drift: Drift) -> Iterator[str]:
     unsafe = [page for page in drift.pages if not page.safe]
     for page in unsafe[:_UNSAFE]:
         said = " ".join(summary(page, drift).split())
-        yield f"{_word(page)} {page.page.name}  {_cut(said)}"
+        yield f"{_word(page)} {page.page.name}  {_cut(said) if terminal_width() else said}"
     if len(unsafe) > _UNSAFE:
         yield f"... {len(unsafe) - _UNSAFE} more"
 

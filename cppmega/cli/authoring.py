@@ -74,6 +74,7 @@ def drift(
     from cppmega.catalogue import loader as catalogue
     from cppmega.cli.reports import answers
     from cppmega.host import console
+    from cppmega.host.table import show
     from cppmega.overlay.wanted import wanted_patches
     from cppmega.recipe import index
     from cppmega.tree import resolve
@@ -99,8 +100,8 @@ def drift(
                 row["next"] = carrying(row["next"], patches)
             console.print_json(answer)
         else:
-            for line in (drift_report.lines if verbose else drift_report.verdict)(found):
-                click.echo(carrying(line, patches))
+            lines = (drift_report.lines if verbose else drift_report.verdict)(found)
+            show(carrying(line, patches) for line in lines)
             if not verbose:
                 console.say("with -v: what changed, and what to do about each patch")
             elif any(target.changes for page in found.pages for target in page.targets):
@@ -203,6 +204,7 @@ def port(old: str, new: str, label: str, patches: Sequence[Path], as_json: bool)
     from cppmega.authoring import port as porting
     from cppmega.catalogue import loader as catalogue
     from cppmega.host import console
+    from cppmega.host.table import show
     from cppmega.page import Page
     from cppmega.tree import resolve
 
@@ -229,8 +231,8 @@ def port(old: str, new: str, label: str, patches: Sequence[Path], as_json: bool)
         rows = []
         for one in porting.port(found.pages, pin_page):
             rows.append(one)
-            for line in () if as_json else porting.lines(one, found):
-                click.echo(carrying(line, patches))
+            if not as_json:
+                show(carrying(line, patches) for line in porting.lines(one, found))
     left = [one.drift.page.name for one in rows if one.pinned is None]
     if as_json:
         listed = [one.as_json(found) for one in rows]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from cppmega.host.console import Style
-from cppmega.host.table import Row, table
+from cppmega.host.table import Row, show, table
 from cppmega.host.wording import counted
 from cppmega.preflight.findings import Finding
 
@@ -27,12 +27,10 @@ def print_findings(
     """
     shown = list(findings)
     if not verbose:
-        for line in table(_summary(shown, other), widths=(STATE_WIDTH,)):
-            print(line)
+        show(table(_summary(shown, other), widths=(STATE_WIDTH,)))
         shown = [one for one in shown if one.state == "failed" or one.is_remark]
         shown.sort(key=lambda one: one.state == "failed")
-    for line in table([row for one in shown for row in _rows(one)], widths=(STATE_WIDTH,)):
-        print(line)
+    show(table([row for one in shown for row in _rows(one)], widths=(STATE_WIDTH,)))
 
 
 def _rows(finding: Finding) -> Iterator[Row]:

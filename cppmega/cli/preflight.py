@@ -156,7 +156,7 @@ def doctor(
 
     from cppmega.cli import findings as cli_findings
     from cppmega.host import console
-    from cppmega.host.table import Row, table
+    from cppmega.host.table import Row, show, table
     from cppmega.preflight import machine
     from cppmega.preflight.context import Context
     from cppmega.runs import folder as run_folder
@@ -169,8 +169,7 @@ def doctor(
         packages = {**here.packages, "megatron-core": f"{Tree(root).version} in {root}"}
         here = msgspec.structs.replace(here, packages=packages)
     if not as_json:
-        for line in table(map(Row, machine.described(here)), widths=(cli_findings.STATE_WIDTH,)):
-            click.echo(line)
+        show(table(map(Row, machine.described(here)), widths=(cli_findings.STATE_WIDTH,)))
     found = _examined("doctor", context, patches)
     with console.answering():
         if as_json:

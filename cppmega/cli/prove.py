@@ -43,7 +43,7 @@ def verify(
     """
     from cppmega.cli.reports import answers
     from cppmega.host import console, interpreter
-    from cppmega.host.table import Row, table
+    from cppmega.host.table import Row, show, table
     from cppmega.proof import verify as proofs
 
     gc.disable()  # the syntax trees of every file hold no cycles
@@ -61,8 +61,7 @@ def verify(
             Row((one.proof, one.name, one.detail), _STYLES.get(one.proof, "waiting"))
             for one in proved
         )
-        for line in table(printed, widths=(10,)):
-            click.echo(line)
+        show(table(printed, widths=(10,)))
         for path in recorded:
             console.say(f"recorded in {path}: commit it with the pages")
     reports.write(lambda: answers.of_verify(proved, session.pages))

@@ -15,5 +15,7 @@ def recipes(as_json: bool) -> None:
     GPUs, parameters, memory per GPU, precision, the patches that each needs, and what was measured.
     """
     from cppmega.cli import recipes_list
+    from cppmega.host.table import put
 
-    click.echo(recipes_list.list_recipes(as_json))
+    text = recipes_list.list_recipes(as_json)
+    (click.echo if as_json else put)(text)

@@ -175,6 +175,7 @@ def runs(
     crashed or was killed; Ctrl-C ends the watching, not the runs.
     """
     from cppmega.host import console
+    from cppmega.host.table import show
     from cppmega.host.wording import counted
     from cppmega.runs import folder as run_folder
     from cppmega.runs import json_file, listing
@@ -194,8 +195,7 @@ def runs(
     if as_json:
         console.print_json({**console.ENVELOPE, "ok": True, "runs": json_file.plain(rows)})
     else:
-        for line in listing.table(rows):
-            click.echo(line)
+        show(listing.table(rows))
         if not found:
             console.say(f"there is no run in {root.absolute()}: cppmega launch RECIPE starts one")
         if len(found) > len(shown):
@@ -270,6 +270,7 @@ def profile(run: str | None, folder: Path | None, plot: Path | None, as_json: bo
     profiles side by side.
     """
     from cppmega.host import console
+    from cppmega.host.table import show
     from cppmega.runs import folder as run_folder
     from cppmega.runs import json_file
     from cppmega.runs import profile as run_profile
@@ -279,8 +280,7 @@ def profile(run: str | None, folder: Path | None, plot: Path | None, as_json: bo
     if as_json:
         console.print_json({**console.ENVELOPE, "ok": True, **json_file.plain(read)})
     else:
-        for line in run_profile.lines(read):
-            click.echo(line)
+        show(run_profile.lines(read))
     if plot is not None:
         lines = map(click.unstyle, run_profile.lines(read))
         run_profile.plot([(found.name, read)], plot, lines)
@@ -300,6 +300,7 @@ def compare(one: str, other: str, folder: Path | None, plot: Path | None, as_jso
     loss, gradient norm, throughput and memory of both.
     """
     from cppmega.host import console
+    from cppmega.host.table import show
     from cppmega.runs import compare as comparing
     from cppmega.runs import folder as run_folder
     from cppmega.runs import json_file
@@ -312,8 +313,7 @@ def compare(one: str, other: str, folder: Path | None, plot: Path | None, as_jso
     if as_json:
         console.print_json({**console.ENVELOPE, "ok": True, **json_file.plain(found)})
     else:
-        for line in text:
-            click.echo(line)
+        show(text)
     if plot is not None:
         from cppmega.runs import curves
 

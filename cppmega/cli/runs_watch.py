@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -73,7 +73,8 @@ def _table(seen: Sequence[Sight]) -> Group:
     table = Table(box=None, pad_edge=False)
     on_gpus = any(sight.busy for sight in seen)
     for column in (*_COLUMNS, *[_BUSY] * on_gpus):
-        table.add_column(column, justify="left" if column in _COLUMNS[:2] else "right")
+        justify: Literal["left", "right"] = "left" if column in _COLUMNS[:2] else "right"
+        table.add_column(column, justify=justify, overflow="fold")
     for sight in seen:
         busy = watching.percent(sight.busy) if sight.busy else "-"
         table.add_row(*map(Text, (*_cells(sight), *[busy] * on_gpus)))

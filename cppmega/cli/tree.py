@@ -25,6 +25,7 @@ from cppmega.cli.group import (
 )
 from cppmega.cli.reports.option import Reports, report_option
 from cppmega.errors import CppmegaError, did_you_mean
+from cppmega.host.table import Row, put, show, table
 from cppmega.host.wording import counted, listed
 from cppmega.page import PURPOSES
 
@@ -171,7 +172,6 @@ def list_pages(upstream: bool, patches: Sequence[Path], as_json: bool) -> None:
     """
     from cppmega.catalogue import loader as catalogue
     from cppmega.host import console
-    from cppmega.host.table import Row, table
 
     pages = catalogue.load(patches)
     if upstream:
@@ -195,8 +195,7 @@ def list_pages(upstream: bool, patches: Sequence[Path], as_json: bool) -> None:
     for title, found in catalogue.by_subject(pages, patches):
         click.echo(f"{title}:")
         cells = (("", page.patch.purpose, page.name, _title(page)) for page in found)
-        for line in table(map(Row, cells), widths):
-            click.echo(line)
+        show(table(map(Row, cells), widths))
 
 
 def _list_upstream(pages: Mapping[str, Page], as_json: bool) -> None:
@@ -211,8 +210,7 @@ def _list_upstream(pages: Mapping[str, Page], as_json: bool) -> None:
         answer = {"ok": True, "patches": msgspec.to_builtins(rows)}
         console.print_json({**console.ENVELOPE, **answer})
         return
-    for line in upstream_list.lines(rows):
-        click.echo(line)
+    show(upstream_list.lines(rows))
     console.say(upstream_list.closing(rows))
 
 
@@ -248,17 +246,17 @@ def explain(name: str, patches: Sequence[Path]) -> None:
         for row, decision in rows.items():
             _explain_decision(row, decision)
         for rule in rules:
-            click.echo(f"{rule.title}\n{rule.render()}\n")
+            put(f"{rule.title}\n{rule.render()}\n")
     elif name.startswith("-"):
         raise click.NoSuchOption(name)
     elif meanings := {c: words[name] for c, words in _vocabularies().items() if name in words}:
         for command, meaning in meanings.items():
-            click.echo(f"{name}, in the answer of cppmega {command}: {meaning}")
+            put(f"{name}, in the answer of cppmega {command}: {meaning}")
     elif check := _check(name):
-        click.echo(f"{name}, a check of cppmega preflight: {check}")
+        put(f"{name}, a check of cppmega preflight: {check}")
     elif causes := _causes(name, patches):
         for cause in causes:
-            click.echo(f"{name}: {cause.title}\n{cause.render()}\n")
+            put(f"{name}: {cause.title}\n{cause.render()}\n")
     else:
         words = chain.from_iterable(_vocabularies().values())
         raise _unknown(name, [*pages, *env.NAMES, *decisions.names(), *words])
@@ -305,39 +303,39 @@ def _explain_variable(name: str, readers: Sequence[Page]) -> None:
 
     own = {variable.name: variable.meaning for variable in env.VARIABLES}
     if name in own:
-        click.echo(f"{name}: {own[name]}")
+        put(f"{name}: {own[name]}")
     for page in readers:
-        click.echo(f"{name} is read by {page.name}: {page.doc.strip().splitlines()[0]}")
-        click.echo(f"See `cppmega explain {page.name}`.")
+        put(f"{name} is read by {page.name}: {page.doc.strip().splitlines()[0]}")
+        put(f"See `cppmega explain {page.name}`.")
 
 
 def _explain_decision(name: str, row: Decision) -> None:
     from cppmega.catalogue.decisions import VERDICTS
 
-    click.echo(f"{name}: {row.title}\n")
+    put(f"{name}: {row.title}\n")
     fields = [("Decision", VERDICTS[row.decision]), ("Why", row.why), ("Instead", row.instead)]
     fields += [("Number", f"{number.text} ({number.source})") for number in row.numbers]
     fields += [("Not measured", row.not_measured), ("Upstream", row.upstream)]
     fields += [("Variables", ", ".join(row.variables)), ("Known as", ", ".join(row.also))]
     for label, text in fields:
         if text:
-            click.echo(f"{label + ':':<14}{text}")
-    click.echo()
+            put(f"{label + ':':<14}{text}")
+    put("")
 
 
 def _explain_page(page: Page) -> None:
-    click.echo(f"{page.name} ({page.patch.kind}), revision {page.revision}\n")
-    click.echo(page.doc.strip() + "\n")
+    put(f"{page.name} ({page.patch.kind}), revision {page.revision}\n")
+    put(page.doc.strip() + "\n")
     for result in _cited_results(page.doc):
-        click.echo(f"Result:   {result}")
-    click.echo(f"Kind:     {page.patch.purpose}")
-    click.echo(f"Reached:  {page.patch.reached}")
-    click.echo(f"Gate:     {page.patch.gate or 'always on'}")
-    click.echo(f"Verify needs: {', '.join(page.patch.needs)}")
+        put(f"Result:   {result}")
+    put(f"Kind:     {page.patch.purpose}")
+    put(f"Reached:  {page.patch.reached}")
+    put(f"Gate:     {page.patch.gate or 'always on'}")
+    put(f"Verify needs: {', '.join(page.patch.needs)}")
     for edit in page.patch.edits:
-        click.echo(f"Target:   {edit.target}")
+        put(f"Target:   {edit.target}")
         for version, pin in edit.pins.items():
-            click.echo(f"          {version:<14} {pin}")
+            put(f"          {version:<14} {pin}")
 
 
 def _rules_about(option: str, patches: Sequence[Path]) -> list[Cause]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from cppmega.host.console import Style
-from cppmega.host.table import Row, table
+from cppmega.host.table import Row, show, table
 from cppmega.overlay.verbs import Outcome
 from cppmega.overlay.verdict import MEANING, Verdict
 
@@ -26,8 +26,7 @@ def print_verdicts(verdicts: Iterable[Verdict]) -> None:
     shown = list(verdicts)
     last = {verdict.next: verdict.name for verdict in shown if verdict.failed}
     rows = [row for verdict in shown for row in _rows(verdict, last)]
-    for line in table(rows, widths=(STATE_WIDTH,)):
-        print(line)
+    show(table(rows, widths=(STATE_WIDTH,)))
 
 
 def _rows(verdict: Verdict, last: Mapping[str, str]) -> Iterator[Row]:

@@ -7,7 +7,6 @@ import errno
 import io
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, ClassVar, Literal, Self, TextIO
@@ -127,7 +126,7 @@ class Progress:
         self.begun += 1
         if Progress.shown is self:
             line = f"{self.title}: {position(self.begun, self.total)} {name}"
-            _put(f"{_ERASED}{line[: shutil.get_terminal_size().columns - 1]}")
+            _put(f"{_ERASED}{line[: (terminal_width(sys.stderr) or _USUAL_WIDTH) - 1]}")
 
     def __enter__(self) -> Self:
         if Progress.shown is None and sys.stderr.isatty():
@@ -167,9 +166,19 @@ def answering() -> Iterator[None]:
         _mute(sys.stdout)
 
 
-def terminal_width() -> int | None:
-    """The width of the terminal on stdout; None if stdout is not a terminal, as in a log."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+def terminal_width(stream: TextIO | None = None) -> int | None:
+    """The width of the terminal on a stream, stdout by default; None if it has none, as a log."""
+    stream = stream or sys.stdout
+    if not stream.isatty():
+        return None
+    try:
+        known = os.environ.get("COLUMNS") or os.get_terminal_size(stream.fileno()).columns
+        return int(known) or _USUAL_WIDTH
+    except (OSError, ValueError):
+        return _USUAL_WIDTH
+
+
+_USUAL_WIDTH = 80
 
 
 Style = Literal["good", "bad", "alarm", "waiting", "note"]

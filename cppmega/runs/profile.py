@@ -170,7 +170,7 @@ def lines(profile: Profile) -> Iterator[str]:
         host_table.Row((f"{wait.ms:.1f}", f"{wait.gaps:.0f} gaps", wait.host))
         for wait in profile.waits[:_SHOWN_WAITS]
     ]
-    yield from (f"  {line}" for line in host_table.table(rows, right=(0, 1)))
+    yield from host_table.table(rows, right=(0, 1), indent=2)
     yield ""
     yield "longest waits"
     yield from (f"  {_gap(gap)}" for gap in profile.gaps)
@@ -216,7 +216,7 @@ def _kernels(profile: Profile) -> Iterator[str]:
         host_table.Row((f"{ms:.1f}", f"{one.launches:.0f} x", short(one.name), kind))
         for ms, one, kind in longest
     ]
-    return (f"  {line}" for line in host_table.table(rows, right=(0, 1)))
+    return host_table.table(rows, right=(0, 1), indent=2)
 
 
 def _others(profile: Profile) -> Iterator[str]:
