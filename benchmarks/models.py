@@ -58,6 +58,8 @@ class Model:
     """Sets of modules to recompute, from little to much; nothing comes before them."""
     stock: tuple[str, ...] = ()
     """Changes to the recipe on stock, beyond those of every model."""
+    arguments: tuple[str, ...] = ()
+    """Megatron's own on stock: as fields they would make the recipe ask for pages."""
     needs: tuple[str, ...] = ()
     """Pages without which stock has no such layers or does not start."""
     pages: tuple[str, ...] = ()
@@ -65,7 +67,7 @@ class Model:
 
 
 _MOE = (("moe_act",), ("moe_act", "mla_up_proj"))
-_TILELANG = ("dsa_kernel_backend=tilelang", "dsa_indexer_use_sparse_loss=True")
+_NO_BIAS, _BIAS = "moe_router_enable_expert_bias=False", "--moe-router-enable-expert-bias"
 _GENERAL = ("te_plain_layers", "grad_checks_no_host_sync", "optimizer_copies_at_once")
 _HEAD = ("cross_entropy_fusion_linear", "grad_accumulation_without_apex")
 MODELS: Mapping[str, Model] = {
@@ -82,13 +84,15 @@ MODELS: Mapping[str, Model] = {
     "deepseek_v3_h100_cut": Model(
         title="DeepSeek-V3",
         recomputed=(*_MOE, ("moe", "mla_up_proj", "mlp")),
+        stock=(_NO_BIAS,),
+        arguments=(_BIAS,),
         pages=(*_GENERAL, *_HEAD, "mla_rope_kernel", "router_gating_backward", "mtp_linear_ce"),
     ),
     "dsv32_h100_cut": Model(
         title="DeepSeek-V3.2",
         recomputed=(*_MOE, ("moe", "mla_up_proj", "mlp")),
-        stock=_TILELANG,
-        needs=("tilelang_indexer_parallel_store",),
+        stock=(_NO_BIAS, "dsa_kernel_backend=none"),
+        arguments=(_BIAS, "--dsa-kernel-backend", "tilelang"),
         pages=(*_GENERAL, "dsa_attention_kernels", "dsa_indexer_kernels", "dsa_indexer_prologue"),
     ),
     "nemotron_h_h100_cut": Model(
@@ -99,12 +103,17 @@ MODELS: Mapping[str, Model] = {
     "nam56r_h100_1gpu_cut": Model(
         title="NAM56R",
         recomputed=(("core_attn", "moe_act", "mlp", "mla_up_proj"),),
-        needs=("own_mixers", "input_embeddings"),
+        stock=(_NO_BIAS, "async_save=False"),
+        arguments=(_BIAS,),
+        needs=("own_mixers", "input_embeddings", "float16_keep_fp32"),
         pages=(*_GENERAL, "dsa_attention_kernels", "dsa_indexer_kernels", "router_gating_backward"),
     ),
 }
-_STOCK = ("cross_entropy_fusion_impl=native", "gradient_accumulation_fusion=False")
-"""Both choices of the overlay's recipes are pages of it."""
+_ACCUMULATES, _LINEAR = "gradient_accumulation_fusion", "cross_entropy_fusion_impl"
+_STOCK = (f"{_ACCUMULATES}=False", f"{_LINEAR}=native")
+_OVERLAY = (f"{_ACCUMULATES}=True", f"{_LINEAR}=linear")
+_ASKED = ("te_plain_layers", "router_gating_backward")
+"""Pages that change the order of sums, which a recipe asks for."""
 
 
 @dataclass(frozen=True)
@@ -119,12 +128,14 @@ class Side:
 
     def changes(self, choice: Choice, steps: int) -> tuple[str, ...]:
         recomputed, micro_batch = choice
-        own = ()
         if self.name == "stock":
-            needed = (*STARTS, *self.model.needs)
-            own = (*_STOCK, *self.model.stock, f"patches={needed}")
+            own = (*_STOCK, *self.model.stock, f"patches={(*STARTS, *self.model.needs)}")
+        else:
+            patches = recipes_index.load(self.recipe).patches
+            own = (*_OVERLAY, f"patches={tuple(dict.fromkeys((*patches, *_ASKED)))}")
         return (
             *own,
+            "gates=()",
             f"recompute_modules={recomputed}",
             f"micro_batch_size={micro_batch}",
             f"global_batch_size={BATCH}",
@@ -156,7 +167,8 @@ class Side:
         tree = self.tree(bench, without)
         started = time.monotonic()
         try:
-            process = bench.start(name, tree)
+            words = self.model.arguments if self.name == "stock" else ()
+            process = bench.start(name, tree, "--", *words)
             bench.wait(name, process, until=1)
             first = time.monotonic() - started
             bench.wait(name, process)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import models
+from benchmarks.harness.results import Places
+from benchmarks.harness.runs import STARTS
 from benchmarks.slices import megatrons
+from cppmega.catalogue import loader as catalogue
+from cppmega.overlay.wanted import wanted_patches
+from cppmega.recipe import index as recipes_index
 
 MLP, BOTH = ("mlp",), ("mlp", "moe")
 _RUN = {
@@ -76,3 +82,20 @@ def test_the_newer_megatron_is_compared() -> None:
     }
     page = megatrons.page(result)
     assert "| slice | 0.20.0 | 90, 90 | 0.900 | 60.0 | 3.0000 | 2.0000 | 0.5000 |" in page
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_stock_asks_for_no_page_but_those_that_it_says(name: str, tmp_path: Path) -> None:
+    model, pages = models.MODELS[name], catalogue.load()
+    places = Places(tmp_path, tmp_path, tmp_path, None)
+    for recomputed in ((), *model.recomputed):
+        stock, overlay = (
+            recipes_index.with_text(
+                recipes_index.load(name),
+                models.Side(model, name, side, places, 0.0).changes((recomputed, 1), 7),
+            )
+            for side in models.SIDES
+        )
+        assert set(wanted_patches(stock, pages)) <= {*STARTS, *model.needs}
+        assert overlay.uses_linear_cross_entropy and not stock.uses_linear_cross_entropy
+    assert set(model.pages) <= set(pages)
