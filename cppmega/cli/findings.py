@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from cppmega.host.console import Style
 from cppmega.host.table import Row, show, table
 from cppmega.host.wording import counted
-from cppmega.preflight.findings import Finding
+from cppmega.preflight.findings import Finding, merged
 
 _STYLES: dict[str, Style] = {"ok": "good", "failed": "bad", "not-run": "waiting"}
 STATE_WIDTH = 14
@@ -28,8 +28,10 @@ def print_findings(
     shown = list(findings)
     if not verbose:
         show(table(_summary(shown, other), widths=(STATE_WIDTH,)))
-        shown = [one for one in shown if one.state == "failed" or one.is_remark]
-        shown.sort(key=lambda one: one.state == "failed")
+        shown = [
+            *(one for one in shown if one.is_remark),
+            *merged(one for one in shown if one.state == "failed"),
+        ]
     show(table([row for one in shown for row in _rows(one)], widths=(STATE_WIDTH,)))
 
 

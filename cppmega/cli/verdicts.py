@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from cppmega.host.console import Style
@@ -22,23 +22,33 @@ STATE_WIDTH = 14
 
 
 def print_verdicts(verdicts: Iterable[Verdict]) -> None:
-    """Print state, name and detail; for a failure also its meaning and the next command."""
+    """Print state, name and detail; failures last, with what several have in common once."""
     shown = list(verdicts)
-    last = {verdict.next: verdict.name for verdict in shown if verdict.failed}
-    rows = [row for verdict in shown for row in _rows(verdict, last)]
+    rows = [_row(one, one.detail or _of_code(one)) for one in shown if not one.failed]
+    failures: dict[tuple[str, str], list[Verdict]] = {}
+    for one in shown:
+        if one.failed:
+            failures.setdefault((one.state, one.detail), []).append(one)
+    groups = list(failures.values())
+    last = {one.next: group for group in groups for one in group}
+    for group in groups:
+        rows += [_row(one, one.target) for one in group]
+        why = MEANING[group[0].state]
+        rows.append(Row(("", "", f"{group[0].detail}: {why}" if group[0].detail else why)))
+        remedies = dict.fromkeys(one.next for one in group if one.next)
+        rows += [Row(("", "", f"next: {one}")) for one in remedies if last[one] is group]
     show(table(rows, widths=(STATE_WIDTH,)))
 
 
-def _rows(verdict: Verdict, last: Mapping[str, str]) -> Iterator[Row]:
-    """Lay out a verdict; a command for several failures follows the last of them."""
-    in_code = verdict.state in ("applied", "armed")
-    detail = verdict.detail or (f"proof {verdict.proof}" if in_code else verdict.target)
+def _row(verdict: Verdict, detail: str) -> Row:
     style = "bad" if verdict.failed else _STYLES.get(verdict.state)
-    yield Row((verdict.state, verdict.name, detail), style)
-    if verdict.failed:
-        yield Row(("", "", f"{verdict.target}: {MEANING[verdict.state]}"))
-        if verdict.next and last[verdict.next] == verdict.name:
-            yield Row(("", "", f"next: {verdict.next}"))
+    return Row((verdict.state, verdict.name, detail), style)
+
+
+def _of_code(verdict: Verdict) -> str:
+    """The detail of a verdict that has no other."""
+    in_code = verdict.state in ("applied", "armed")
+    return f"proof {verdict.proof}" if in_code else verdict.target
 
 
 def as_json(outcome: Outcome, ok: bool) -> dict[str, Any]:

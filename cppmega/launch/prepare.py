@@ -18,6 +18,7 @@ from cppmega.launch.script import Script
 from cppmega.preflight.checks import ORDER
 from cppmega.preflight.context import Context
 from cppmega.preflight.examine import examine
+from cppmega.preflight.findings import merged
 from cppmega.recipe import Recipe
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.render import render
@@ -211,7 +212,7 @@ def _examined(context: Context, recipe: str) -> dict[str, str]:
         if finding.is_remark:
             console.say(f"  {finding.check}: {finding.what}")
     if not examined.ok:
-        failures = examined.failures
+        failures = merged(examined.failures)
         if len(failures) > 1:
             for failure in reversed(failures[1:]):
                 console.say(failure.error.render())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from cppmega.errors import CppmegaError
@@ -71,3 +71,13 @@ class Finding:
             "why": self.why,
             "next": self.next,
         }
+
+
+def merged(failures: Iterable[Finding]) -> list[Finding]:
+    """Join the failures of a check that have one reason and one remedy, to state both once."""
+    found: dict[tuple[str, ...], Finding] = {}
+    for one in failures:
+        key = (one.check, one.name, one.why, one.next)
+        known = found.get(key)
+        found[key] = replace(one, what=f"{known.what}\n{one.what}") if known else one
+    return list(found.values())

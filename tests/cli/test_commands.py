@@ -177,6 +177,12 @@ def test_state_word_first_then_name_then_detail(
     assert "--without" not in err and "two cannot be applied" in err
     code, out, err = console(capsys, "apply", "--megatron", str(lab.root))
     assert code == 1 and out.count("next: cp -r ") == 1, "one refusal, once"
+    assert out.count("outside cppmega") == out.count("differs from") == 1
+    assert [line.split()[:2] for line in out.splitlines()[:3]] == [
+        ["pending", "one"],
+        ["foreign", "three"],
+        ["foreign", "two"],
+    ]
     assert err.rstrip().endswith("--without three --without two")
 
 

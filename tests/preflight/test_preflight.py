@@ -136,6 +136,7 @@ def test_what_is_printed_in_short_and_in_full(capsys: pytest.CaptureFixture[str]
     """Thirty checks that do not concern a launch are one line; a remark is not lost among them."""
     rows = [finding(f"c{number}", "not-applicable", "no GPU") for number in range(30)]
     rows += [Finding("bad", "failed", "some-error", "What.", "Why.", "next")]
+    rows += [Finding("bad", "failed", "some-error", "And what.", "Why.", "next")]
     rows += [finding("a", "ok", "fine"), finding("mock", "ok", Remark("MOCK DATA"))]
     rows += [finding("late", "not-run", "bad does not hold")]
     cli_findings.print_findings(rows)
@@ -147,10 +148,10 @@ def test_what_is_printed_in_short_and_in_full(capsys: pytest.CaptureFixture[str]
         ["ok", "mock  MOCK DATA"],
         ["failed", "bad   some-error"],
     ]
-    assert [line[0] for line in lines[5:]] == ["what:", "why:", "next:"]
+    assert [line[0] for line in lines[5:]] == ["what:", "And", "why:", "next:"]
     cli_findings.print_findings(rows, verbose=True)
     full = capsys.readouterr().out.splitlines()
-    assert len(full) == 34 + 3 and "c7    no GPU" in full[7]
+    assert len(full) == 35 + 6 and "c7    no GPU" in full[7]
     assert [line.split()[0] for line in full[30:34]] == ["failed", "what:", "why:", "next:"]
 
 
