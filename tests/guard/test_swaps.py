@@ -218,15 +218,15 @@ def test_armed_targets_wait_for_their_import(run) -> None:
 @pytest.mark.parametrize(
     ("tail", "said"),
     [
-        ("def build(kind=Mixer): return kind", "default arguments"),
-        ("def build(*, kind=Mixer): return kind", "keyword defaults"),
-        ("SPEC = {'mixer': Mixer}", "dictionary"),
-        ("SPECS = [Mixer]", "list"),
-        ("class Layer:\n    mixer = Mixer", "class"),
-        ("@dataclasses.dataclass\nclass Spec:\n    mixer: type = Mixer", "class"),
+        ("def build(kind=Mixer): return kind", "tuple of function pkg.target.build"),
+        ("def build(*, kind=Mixer): return kind", "dict of function pkg.target.build"),
+        ("SPEC = {'mixer': Mixer}", "dict of module pkg.target"),
+        ("SPECS = [Mixer]", "list of module pkg.target"),
+        ("class Layer:\n    mixer = Mixer", "pkg.target.Layer"),
+        ("@dataclasses.dataclass\nclass Spec:\n    mixer: type = Mixer", "pkg.target.Spec"),
         ("MAKE = functools.partial(Mixer, 3)", "partial"),
-        ("def outer(kind):\n    return lambda: kind\nMAKE = outer(Mixer)", "closure"),
-        ("class Wide(Mixer): pass", "base classes"),
+        ("def outer(kind):\n    return lambda: kind\nMAKE = outer(Mixer)", "pkg.target.outer"),
+        ("class Wide(Mixer): pass", "pkg.target.Wide"),
     ],
 )
 def test_whoever_holds_the_original_stops_the_import(run, tail: str, said: str) -> None:
