@@ -97,7 +97,6 @@ def refuse(answers: Sequence[Answer], when: str, *, keep_replaced: bool = False)
         _refuse_differing(name, {a.where: a.stack[name] for a in answers if name in a.stack})
     if len({one.files for one in answers}) > 1:  # pipeline stages import different files
         _refuse_files(ranks.gather((ranks.where(), files.last().files)))
-    files.hold()
 
 
 def refuse_first(found: Iterable[tuple[str, CppmegaError | None]], when: str = "") -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader, ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 from cppmega.errors import CppmegaError
 from cppmega.guard import expected, imports, swaps
@@ -25,7 +26,7 @@ from cppmega.tree.installed import Tree, part_of, sha256
 
 _PATCHED = "patched"
 _BUILT = "built here"
-_ACCEPTED = "accepted"
+ACCEPTED = "accepted"
 
 
 def only_from(root: Path) -> None:
@@ -64,23 +65,30 @@ class Judged:
     """Path -> SHA-256 of every imported file."""
     owners: dict[str, str] = field(default_factory=dict)
     """Path -> what vouches for it; a path without an owner is unverified."""
-    edits: dict[str, str] = field(default_factory=dict)
-    """The accepted edits that were imported: path -> SHA-256."""
     problems: list[CppmegaError] = field(default_factory=list)
     replaced: list[CppmegaError] = field(default_factory=list)
     """Those problems of files that were vouched for when they were imported: disk, not memory."""
-    held: dict[str, object] = field(default_factory=dict)
-    """File without a problem -> the spec with which it was imported."""
 
     def take_ours(self) -> None:
         """Compare the files of this package with those that were imported."""
         for one in imports.ours():
             file, name = Path(one.path), one.module.__name__
             now = sha256(file.read_bytes()) if file.is_file() else ""
-            self.files[name], self.owners[name] = one.code.digest, "cppmega"
+            self.take(name, "cppmega", one.code.digest)
             if now != one.code.digest:
                 self.problems.append(_changed(one.path, "It has changed since it was imported."))
                 self.replaced.append(self.problems[-1])
+
+    def take(self, path: str, owner: str, digest: str) -> None:
+        """Note a file, and what vouches for it."""
+        self.files[path] = digest
+        if owner:
+            self.owners[path] = owner
+
+    @property
+    def edits(self) -> dict[str, str]:
+        """The accepted edits that were imported: path -> SHA-256."""
+        return {p: self.files[p] for p, owner in self.owners.items() if owner == ACCEPTED}
 
     @property
     def unverified(self) -> list[str]:
@@ -107,12 +115,20 @@ class Judged:
 
 
 _LAST = Judged()
-_HELD: dict[str, object] = {}
-"""Files that some check has vouched for, with the spec of that import: a later one is new code."""
 
 
-_FINE: dict[str, tuple[object, str, str]] = {}
-"""File that was in order -> its identity, import and entry of the receipt; owner; SHA-256."""
+class _Sound(NamedTuple):
+    """A file that some check has vouched for, so that it is not read again."""
+
+    spec: object
+    """That of its import: a later one is new code."""
+    on_disk: object
+    """Its identity, and what the receipt and the accepted edits say of it."""
+    owner: str
+    digest: str
+
+
+_SOUND: dict[str, _Sound] = {}
 
 
 def _identity(file: str) -> tuple[int, ...]:
@@ -133,11 +149,6 @@ def look(root: Path, receipt: Receipt) -> Judged:
         unread = _changed(str(root), f"It cannot be read: {error}.")
         _LAST = Judged(problems=[unread], replaced=[unread])
     return _LAST
-
-
-def hold() -> None:
-    """Remember the files that the last `look` has found in order."""
-    _HELD.update(_LAST.held)
 
 
 def last() -> Judged:
@@ -229,21 +240,19 @@ class _Judge:
 
     def _file(self, module: ModuleType, site: Path, path: str, file: str) -> list[CppmegaError]:
         """Judge the file that a module came from, as it was when it was imported, or is now."""
-        spec, there = getattr(module, "__spec__", None), _identity(file)
-        now = (there, spec, self._receipt.files.get(path))
-        known, owner, digest = _FINE.get(file, (None, "", ""))
-        if there and known == now:
-            self.judged.owners[path], self.judged.files[path] = owner, digest
-            self.judged.held[file] = spec
+        spec = getattr(module, "__spec__", None)
+        now = _identity(file), self._receipt.files.get(path), self._accepted.get(path)
+        known = _SOUND.get(file)
+        if known is not None and (known.spec, known.on_disk) == (spec, now):
+            self.judged.take(path, known.owner, known.digest)
             return []
-        found = [*self._problems(module, site, path, file)]
-        if not found:
-            self.judged.held[file] = spec
-            if path in self.judged.owners and path not in self.judged.edits:
-                _FINE[file] = (now, self.judged.owners[path], self.judged.files[path])
-        elif spec is not None and _HELD.get(file) is spec:
-            self.judged.replaced += found
-        return found
+        problems = [*self._problems(module, site, path, file)]
+        if not problems and path in self.judged.owners:
+            owner, digest = self.judged.owners[path], self.judged.files[path]
+            _SOUND[file] = _Sound(spec, now, owner, digest)
+        elif problems and known is not None and known.spec is spec:
+            self.judged.replaced += problems
+        return problems
 
     def _problems(
         self, module: ModuleType, site: Path, path: str, file: str
@@ -262,8 +271,16 @@ class _Judge:
             carries = self._carries(path)
             yield _changed(file, f"It has changed since this process imported it.{carries}")
             return
-        self.judged.files[path] = sha256(data)
-        yield from self._origin(tree, path, data)
+        now, mine = sha256(data), self._receipt.files.get(path)
+        if mine is not None and tree.root.resolve() == self._root:
+            self.judged.take(path, _PATCHED, now)
+            if mine.after != now:
+                yield _changed(file, f"It is not what was applied.{self._carries(path)}")
+            return
+        owner, problem = origin(tree, path, data, self._accepted)
+        self.judged.take(path, owner, now)
+        if problem is not None:
+            yield problem
 
     def _carries(self, path: str) -> str:
         patched = self._receipt.files.get(path)
@@ -272,37 +289,32 @@ class _Judge:
         pages = ", ".join(step.partition("@")[0] for step in patched.steps)
         return f" It carries {pages}."
 
-    def _origin(self, tree: Tree, path: str, data: bytes) -> Iterator[CppmegaError]:
-        now, mine = sha256(data), self._receipt.files.get(path)
-        if mine is not None and tree.root.resolve() == self._root:
-            if mine.after != now:
-                text = f"It is not what was applied.{self._carries(path)}"
-                yield _changed(str(tree.root / path), text)
-            self.judged.owners[path] = _PATCHED
-        elif tree.vouched(path):
-            listed = tree.listed(path)
-            commit = tree.checkout.commit[:12] if tree.checkout is not None else "?"
-            self.judged.owners[path] = listed[0] if listed is not None else f"commit {commit}"
-        elif path in self._accepted:
-            yield from refused_edit(path, now, self._accepted[path])
-            self.judged.edits[path], self.judged.owners[path] = now, _ACCEPTED
-        elif path.endswith(tuple(EXTENSION_SUFFIXES)) and _is_built(tree, path):
-            self.judged.owners[path] = _BUILT
-        elif tree.pristine(path)[0] != "unverified":
-            yield foreign_edit(tree, path, now)
-        elif tree.has_origin(path):
-            yield foreign_file(tree, path, now)
+
+def origin(
+    tree: Tree, path: str, data: bytes, edits: accepted.Edits
+) -> tuple[str, CppmegaError | None]:
+    """What vouches for a file without patches, or the error; neither where nothing can tell."""
+    now = sha256(data)
+    if tree.vouched(path):
+        listed = tree.listed(path)
+        commit = tree.checkout.commit[:12] if tree.checkout is not None else "?"
+        return listed[0] if listed is not None else f"commit {commit}", None
+    if path in edits:
+        return ACCEPTED, None if edits[path] == now else _accepted_other(path, now, edits[path])
+    if path.endswith(tuple(EXTENSION_SUFFIXES)) and _is_built(tree, path):
+        return _BUILT, None
+    if tree.pristine(path)[0] != "unverified":
+        return "", foreign_edit(tree, path, now)
+    return "", _foreign_file(tree, path, now) if tree.has_origin(path) else None
 
 
-def refused_edit(path: str, now: str, wanted: str) -> Iterator[CppmegaError]:
-    """The error for an accepted edit whose file has changed since; none if it has not."""
-    if now != wanted:
-        yield CppmegaError(
-            "accepted-edit-differs",
-            f"{path} was accepted with SHA-256 {wanted}, and has {now}.",
-            "It was edited again after it had been inspected and accepted.",
-            f"inspect it, then pass --accept {path}={now}",
-        )
+def _accepted_other(path: str, now: str, wanted: str) -> CppmegaError:
+    return CppmegaError(
+        "accepted-edit-differs",
+        f"{path} was accepted with SHA-256 {wanted}, and has {now}.",
+        "It was edited again after it had been inspected and accepted.",
+        f"inspect it, then pass --accept {path}={now}",
+    )
 
 
 def foreign_edit(tree: Tree, path: str, now: str, edit: str = "") -> CppmegaError:
@@ -316,8 +328,7 @@ def foreign_edit(tree: Tree, path: str, now: str, edit: str = "") -> CppmegaErro
     )
 
 
-def foreign_file(tree: Tree, path: str, now: str) -> CppmegaError:
-    """The error for a file that upstream does not have."""
+def _foreign_file(tree: Tree, path: str, now: str) -> CppmegaError:
     return CppmegaError(
         "foreign-file",
         f"{tree.root / path} is not upstream's: no RECORD and no commit names it.",

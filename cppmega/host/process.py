@@ -163,15 +163,12 @@ def environment(pid: int) -> dict[str, str]:
     return {}
 
 
-def only_forked(pid: int) -> bool:
-    """Whether a process still runs its parent's program: it was forked and has not called exec.
-
-    True if it is gone.
-    """
+def forked_from(pid: int) -> int:
+    """The process that called exec for the program of a process: itself, or one that forked it."""
     fields = _stat(pid)
-    if not fields:
-        return True
-    return bool(int(fields[6]) & _FORKED) or command(pid) == command(int(fields[1]))
+    if fields and (int(fields[6]) & _FORKED or command(pid) == command(int(fields[1]))):
+        return forked_from(int(fields[1]))
+    return pid
 
 
 def _stat(pid: int) -> list[str]:

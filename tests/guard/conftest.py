@@ -24,7 +24,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.setattr(expected, "_LEDGER", pyc.Ledger(tmp_path / "cache"))
     monkeypatch.setattr(imports, "WATCHED", imports.Watched())
     monkeypatch.setattr(import_hook, "_HOOKS", [])
-    monkeypatch.setattr(files, "_FINE", {})
+    monkeypatch.setattr(files, "_SOUND", {})
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])

@@ -1,4 +1,4 @@
-"""Every process of a guarded run: each holds the guard, is named, or ends the run."""
+"""Every process of a guarded run: each holds the guard, is a helper, or ends the run."""
 
 from __future__ import annotations
 
@@ -140,32 +140,6 @@ def test_a_child_behind_a_broken_sitecustomize_joins(bench: Bench, tmp_path: Pat
     )
     code, out, err = start(bench, body, PYTHONPATH=path)
     assert code == 0 and out == "True\n" and "broken" in err, err
-
-
-WITHOUT = {
-    "a replaced environment": ("", "[sys.executable, '-c', WAIT], env={}"),
-    "-S": (
-        "from cppmega.guard import children; children._SECONDS = 0",
-        "[sys.executable, '-S', '-c', WAIT]",
-    ),
-    "below a shell": ("", "['/bin/sh', '-c', sys.executable + ' -c \"input()\"; exit'], env={}"),
-}
-
-
-@pytest.mark.parametrize("name", WITHOUT)
-def test_a_helper_without_the_guard_is_named(bench: Bench, name: str) -> None:
-    before, command = WITHOUT[name]
-    body = f"""
-{before}
-WAIT = "print(1, flush=True); input()"
-child = subprocess.Popen({command}, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-child.stdout.readline() if "WAIT" in {command!r} else time.sleep(1)
-train()
-child.communicate(b"\\n")"""
-    code, _, err = start(bench, body)
-    assert code == 0, err
-    assert err.count("a child process does not carry the guard") == 1, err
-    assert "host " in err and "rank 0" in err
 
 
 def test_helpers_are_no_false_alarm(bench: Bench) -> None:

@@ -51,7 +51,7 @@ def test_what_is_known_of_a_process(sleeper: subprocess.Popen[bytes]) -> None:
     assert sleeper.pid in process.children(os.getpid())
     assert process.session(sleeper.pid) == sleeper.pid
     assert process.of_session(sleeper.pid) == [sleeper.pid]
-    assert not process.only_forked(sleeper.pid)
+    assert process.forked_from(sleeper.pid) == sleeper.pid
 
 
 def test_a_process_that_is_gone_answers_with_nothing(sleeper: subprocess.Popen[bytes]) -> None:
@@ -60,7 +60,7 @@ def test_a_process_that_is_gone_answers_with_nothing(sleeper: subprocess.Popen[b
     gone = sleeper.pid
     assert process.command(gone) == process.children(gone) == process.ancestors(gone) == []
     assert process.environment(gone) == {} and process.session(gone) is None
-    assert process.only_forked(gone)
+    assert process.forked_from(gone) == gone
     assert not process.send(gone, signal.SIGTERM)
 
 

@@ -53,17 +53,15 @@ def _foreign_files(context: Context, unverified: list[str]) -> Iterator[CppmegaE
         data = tree.read(path)
         if data is None:
             yield _missing_file(context, path)
-        elif tree.vouched(path):
             continue
-        elif path in context.accepted:
-            yield from guarded_files.refused_edit(path, sha256(data), context.accepted[path])
-        elif tree.pristine(path)[0] != "unverified":
+        owner, error = guarded_files.origin(tree, path, data, context.accepted)
+        if error is not None and error.name == "foreign-edit":
             pristine = foreign_diff.upstream_text(tree, path)
             edit = foreign_diff.difference(context.session, context.receipt, path, pristine, data)
-            yield guarded_files.foreign_edit(tree, path, sha256(data), edit)
-        elif tree.has_origin(path):
-            yield guarded_files.foreign_file(tree, path, sha256(data))
-        else:
+            error = guarded_files.foreign_edit(tree, path, sha256(data), edit)
+        if error is not None:
+            yield error
+        elif not owner:
             unverified.append(path)
 
 
