@@ -1,6 +1,6 @@
 """List the TileLang kernels of some packages, and whether each merges its shared memory.
 
-Every module that builds kernels is imported with a stand-in for TileLang, which records what a
+Every module that imports TileLang is imported with a stand-in for TileLang, which records what a
 kernel is built with: the value passed counts, however it was written. Neither TileLang nor a GPU is
 needed. A kernel that no import builds counts as not merged, since nothing shows what it would be
 built with.
@@ -8,17 +8,22 @@ built with.
 
 from __future__ import annotations
 
-import ast
+import dis
+import functools
 import importlib
+import inspect as inspect_code
+import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from itertools import pairwise
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
+from cppmega.guard.expected import nested
 from cppmega.guard.files import only_from
 from cppmega.preflight.ask import serve
 from cppmega.preflight.messages import TilelangAnswer, TilelangKernel, TilelangOrder
@@ -29,29 +34,37 @@ _BUILDERS = ("jit", "lazy_jit", "compile")
 _BARE = "mamba_ssm"
 """Its `__init__` imports compiled extensions, which need a GPU's driver."""
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
+_IMPORT = re.compile(rb"^[ \t]*(?:import|from)[ \t][^\n]*\btilelang", re.MULTILINE)
+
 Place = tuple[str, int]
 
 
 def inspect(order: TilelangOrder) -> TilelangAnswer:
-    """Import what builds kernels below the packages."""
+    """Import what imports TileLang below the packages."""
     only_from(Path(order.root))
     recorder = Recorder()
     kernels: list[TilelangKernel] = []
-    sources = list(_sources(map(Path, order.packages)))
-    for path, name, _ in sources:
+    for path, name in _sources(map(Path, order.packages)):
         try:
-            recorder.load(name)
+            recorder.modules[name] = recorder.load(name)
         except BaseException as error:
             reason = f"{name} cannot be imported: {type(error).__name__}: {error}"[:300]
             kernels.append(TilelangKernel(path, 1, "a kernel", reason))
     kernels += recorder.kernels
-    for path, _, late in sources:
-        kernels += [kernel for kernel in late if (path, kernel.line) not in recorder.callers]
+    for module in recorder.modules.values():
+        kernels += recorder.unseen(module)
     return TilelangAnswer(sorted(kernels, key=lambda kernel: (kernel.path, kernel.line)))
 
 
-# -- what is built ---------------------------------------------------------------------------------
+def _sources(packages: Iterable[Path]) -> Iterator[tuple[str, str]]:
+    """Path and module name of every file that imports TileLang, or a module named after it."""
+    for package in packages:
+        if str(package.parent) not in sys.path:
+            sys.path.append(str(package.parent))
+        for path in sorted(package.rglob("*.py")):
+            if _IMPORT.search(path.read_bytes()):
+                parts = path.relative_to(package.parent).with_suffix("").parts
+                yield str(path), ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 class _Keys:
@@ -74,6 +87,10 @@ class Recorder(MetaPathFinder, Loader):
         self.kernels: list[TilelangKernel] = []
         self.callers: set[Place] = set()
         """Functions in which a kernel was built: path and first line."""
+        self.modules: dict[str, ModuleType] = {}
+        """Those that import TileLang, by name."""
+        self.known: dict[CodeType, bool] = {}
+        """Code -> whether it names a builder."""
         self.names: dict[str, Any] = dict.fromkeys(_BUILDERS, self.build)
         self.names["PassConfigKey"] = _Keys()
         self.tilelang = MagicMock(**self.names, transform=MagicMock(**self.names))
@@ -98,15 +115,14 @@ class Recorder(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Do nothing: the stand-in is complete."""
 
-    def load(self, name: str) -> None:
+    def load(self, name: str) -> ModuleType:
         """Import a module, standing in for every package that it finds missing."""
         package = name.partition(".")[0]
         if package == _BARE:
             _without_init(name.rpartition(".")[0])
         while True:
             try:
-                importlib.import_module(name)
-                return
+                return importlib.import_module(name)
             except ModuleNotFoundError as error:
                 missing = (error.name or package).partition(".")[0]
                 if missing == package or missing in self.absent:
@@ -128,6 +144,45 @@ class Recorder(MetaPathFinder, Loader):
             self.callers.add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
             frame = frame.f_back
         return kernel
+
+    def unseen(self, module: ModuleType) -> Iterator[TilelangKernel]:
+        """The functions of a file that build a kernel when they are called, which none has been."""
+        path = str(module.__file__)
+        for code in nested(compile(Path(path).read_bytes(), path, "exec")):
+            is_function = code.co_flags & inspect_code.CO_OPTIMIZED
+            line = code.co_firstlineno
+            if is_function and (path, line) not in self.callers and self._refers(code, module):
+                reason = "it is built when that function is called, and no import calls it"
+                yield TilelangKernel(path, line, f"a kernel of {code.co_name}()", reason)
+
+    def _refers(self, code: CodeType, module: ModuleType) -> bool:
+        """Whether code names a builder itself: `tilelang.jit`, or what passes something to it."""
+        if code not in self.known:
+            self.known[code] = False  # if it is asked about itself
+            self.known[code] = self._names_builder(code, vars(module))
+        return self.known[code]
+
+    def _names_builder(self, code: CodeType, names: Mapping[str, Any]) -> bool:
+        steps = [*dis.get_instructions(code)]
+        if any(s.opname == "LOAD_GLOBAL" and self._builds(names.get(s.argval)) for s in steps):
+            return True
+        for before, step in pairwise(steps):
+            if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and step.argval in _BUILDERS:
+                local = before.opname.startswith("LOAD_FAST") and "tilelang" in code.co_names
+                if local or names.get(before.argval) is self.tilelang:
+                    return True
+        return False
+
+    def _builds(self, value: Any) -> bool:
+        """Whether a value is a builder, or wraps one."""
+        while isinstance(value, functools.partial):
+            value = value.func
+        if not isinstance(value, FunctionType):
+            return bool(value == self.build)
+        if value.__code__.co_filename == __file__:  # what `build` has returned
+            return True
+        home = self.modules.get(value.__module__)
+        return home is not None and self._refers(value.__code__, home)
 
 
 def _caller() -> FrameType:
@@ -156,112 +211,6 @@ def _without_init(package: str) -> None:
         if name not in sys.modules:
             places = (Path(entry) / folder for entry in sys.path)
             stand_ins.package(name, str(next(place for place in places if place.is_dir())))
-
-
-# -- where it is built -----------------------------------------------------------------------------
-
-
-def _sources(packages: Iterable[Path]) -> Iterator[tuple[str, str, list[TilelangKernel]]]:
-    """Path and module name of every file that builds kernels, and the functions that do so."""
-    trees: dict[Path, tuple[str, ast.Module | None]] = {}
-    for package in packages:
-        if str(package.parent) not in sys.path:
-            sys.path.append(str(package.parent))
-        for path in sorted(package.rglob("*.py")):
-            if b"tilelang" in path.read_bytes():
-                trees[path] = _module_name(path, package.parent), _parsed(path)
-    builders = _named_builders(tree for _, tree in trees.values() if tree is not None)
-    for path, (name, tree) in trees.items():
-        if tree is None:
-            yield str(path), name, []
-            continue
-        refers = _references(tree, builders)
-        if any(map(refers, ast.walk(tree))):
-            yield str(path), name, [_unseen(path, function) for function in _inside(tree, refers)]
-
-
-def _module_name(path: Path, root: Path) -> str:
-    parts = path.relative_to(root).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def _parsed(path: Path) -> ast.Module | None:
-    """A file's syntax tree; None where it is not Python, which its import will report."""
-    try:
-        return ast.parse(path.read_bytes(), str(path))
-    except (SyntaxError, ValueError):
-        return None
-
-
-def _unseen(path: Path, function: Function) -> TilelangKernel:
-    first = min([function.lineno, *(one.lineno for one in function.decorator_list)])
-    reason = "it is built when that function is called, and no import calls it"
-    return TilelangKernel(str(path), first, f"a kernel of {function.name}()", reason)
-
-
-def _named_builders(trees: Iterable[ast.Module]) -> set[str]:
-    """Names of functions and variables, in any file, that pass something to a builder."""
-    every, names = list(trees), set[str]()
-    while True:
-        found = set(names)
-        for tree in every:
-            refers = _references(tree, names)
-            found |= {function.name for function in _inside(tree, refers)}
-            for node in ast.walk(tree):
-                if isinstance(node, ast.Assign) and _is_builder(node.value, refers):
-                    found |= {one.id for one in node.targets if isinstance(one, ast.Name)}
-        if found == names:
-            return names
-        names = found
-
-
-def _is_builder(value: ast.expr, refers: Callable[[ast.AST], bool]) -> bool:
-    """Whether a value is, or wraps, a builder, as opposed to the kernel that one has built."""
-    if isinstance(value, ast.Call) and isinstance(value.func, ast.Call):
-        return False
-    if isinstance(value, ast.Call) and value.args and refers(value.func):
-        return False
-    return any(map(refers, ast.walk(value)))
-
-
-def _references(tree: ast.Module, names: set[str]) -> Callable[[ast.AST], bool]:
-    """Whether a node of this file names a builder of TileLang's, or one of `names`."""
-    modules, direct = set[str](), set[str]()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            mine = [alias for alias in node.names if alias.name.partition(".")[0] == "tilelang"]
-            modules |= {alias.asname or "tilelang" for alias in mine}
-        elif isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                if alias.name == "tilelang":  # passed on by a module that tries the import
-                    modules.add(alias.asname or "tilelang")
-                elif (node.module or "").partition(".")[0] == "tilelang":
-                    direct |= {alias.asname or alias.name} if alias.name in _BUILDERS else set()
-
-    def refers(node: ast.AST) -> bool:
-        if isinstance(node, ast.Attribute):
-            root = node.value.id if isinstance(node.value, ast.Name) else ""
-            return node.attr in names or (node.attr in _BUILDERS and root in modules)
-        return isinstance(node, ast.Name) and node.id in names | direct
-
-    return refers
-
-
-def _inside(tree: ast.Module, refers: Callable[[ast.AST], bool]) -> Iterator[Function]:
-    """Functions that name a builder in their body: the innermost ones."""
-
-    def visit(node: ast.AST, function: Function | None) -> Iterator[Function]:
-        if function is not None and refers(node):
-            yield function
-        for name, value in ast.iter_fields(node):
-            inner = function
-            if isinstance(node, Function) and name == "body":
-                inner = node
-            for child in value if isinstance(value, list) else [value]:
-                if isinstance(child, ast.AST):
-                    yield from visit(child, inner)
-
-    yield from dict.fromkeys(visit(tree, None))
 
 
 if __name__ == "__main__":
