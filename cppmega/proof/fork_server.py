@@ -82,6 +82,7 @@ class ForkServer:
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str], code: Path) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="cppmega-forks-"))
+        self._asked = False
         with socket.socket(socket.AF_UNIX) as listener:
             folder = os.open(self.folder, os.O_PATH)
             listener.bind(path_in(folder))
@@ -100,6 +101,7 @@ class ForkServer:
 
     def command(self) -> list[str]:
         """The words to start in place of `sys.executable`."""
+        self._asked = True
         return [sys.executable, "-IS", str(CLIENT), str(self.folder)]
 
     @cached_property
@@ -113,6 +115,8 @@ class ForkServer:
         with self._process:
             assert self._process.stdin is not None
             self._process.stdin.close()
+            if not self._asked:  # it has no forks to end, and may import for seconds
+                self._process.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

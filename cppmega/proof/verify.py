@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cppmega.catalogue import loader as catalogue
 from cppmega.catalogue.loader import BUILTIN
 from cppmega.errors import CppmegaError
 from cppmega.host import console
@@ -87,34 +88,33 @@ def verify(
         CppmegaError: a named page is not needed here, or the tree is in a bad state;
             `not-recorded`, `nothing-to-do`.
     """
-    loaded = receipt.load(session.read_tree())
-    if names:
-        session.load_for(names)
-    gates = dict(loaded.receipt.gates)
-    for name in names:
-        gate = session.pages[name].patch.gate if name in session.pages else None
-        gates |= {gate: "1"} if gate else {}
-    excluded = _unconcerned(session.pages, names, loaded.receipt.pages) if names else None
-    plan = session.plan(excluded, {**os.environ, **gates})
-    pages, retired = _chosen(plan, names), _retired(plan, names)
-    missing = {page.name: missing_needs(page.patch.needs) for page in [*pages, *retired]}
-    runnable = [page for page in pages if not missing[page.name]]
-    on_stock = [page for page in retired if not missing[page.name]]
-    runs: dict[str, dict[str, ProofRun]] = {page.name: {} for page in [*pages, *retired]}
-    edited = {edit.path for page in pages for edit in plan.edits[page.name]}
-    compared = replace(plan, work={p: w for p, w in plan.work.items() if p in edited})
-    applied = all(plan.verdicts[page.name].state in DONE for page in runnable)
     with contextlib.ExitStack() as ends:
         scratch = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="cppmega-verify-")))
-        server = None
-        if not all(map(uses_gpu, [*runnable, *on_stock])):
-            many = len(runnable) > FEW
-            server = ForkServer(
-                (*fork_server.MODULES, *[fork_server.HUGE_PAGES] * many),
-                proof_process.stated_environment(_ON_CPU),
-                scratch / "__pycache__",
-            )
-            ends.callback(server.close)
+        started = ForkServer(  # first of all, because nothing takes as long
+            (*fork_server.MODULES, *[fork_server.HUGE_PAGES] * (not 0 < len(names) <= FEW)),
+            proof_process.stated_environment(_ON_CPU),
+            scratch / "__pycache__",
+        )
+        ends.callback(started.close)
+        loaded = receipt.load(session.read_tree())
+        if names:
+            session.load_for(names)
+        asked = [catalogue.get(session.pages, name) for name in names]
+        server = None if all(map(uses_gpu, asked or session.pages.values())) else started
+        if server is None:
+            started.close()
+        gates = dict(loaded.receipt.gates)
+        gates |= {page.patch.gate: "1" for page in asked if page.patch.gate}
+        excluded = _unconcerned(session.pages, names, loaded.receipt.pages) if names else None
+        plan = session.plan(excluded, {**os.environ, **gates})
+        pages, retired = _chosen(plan, names), _retired(plan, names)
+        missing = {page.name: missing_needs(page.patch.needs) for page in [*pages, *retired]}
+        runnable = [page for page in pages if not missing[page.name]]
+        on_stock = [page for page in retired if not missing[page.name]]
+        runs: dict[str, dict[str, ProofRun]] = {page.name: {} for page in [*pages, *retired]}
+        edited = {edit.path for page in pages for edit in plan.edits[page.name]}
+        compared = replace(plan, work={p: w for p, w in plan.work.items() if p in edited})
+        applied = all(plan.verdicts[page.name].state in DONE for page in runnable)
         texts = ends.enter_context(contextlib.closing(hash_seeds.Comparison(compared)))
         sides = dict[Side, _Proving]()
         for side in sorted(SIDES, key=lambda side: side != "stock"):  # the quickest to make first
@@ -169,27 +169,31 @@ def live(session: Session, plan: Plan) -> dict[str, ProofRun]:
 
 
 def _unconcerned(
-    pages: Mapping[str, Page], names: Sequence[str], applied: Collection[str]
+    pages: dict[str, Page], names: Sequence[str], applied: Collection[str]
 ) -> dict[str, str]:
-    """Return the user's own pages that may be unfinished: neither named, applied nor expected."""
+    """Return the pages without which the named ones are proved.
+
+    These are neither applied nor expected by a named page. Shipped pages edit none of the same
+    files; the user's own may be unfinished.
+    """
+    files = {edit.path for name in names for edit in catalogue.get(pages, name).patch.edits}
     return {
         name: "not verified now"
         for name, page in pages.items()
-        if page.catalogue != BUILTIN
-        and name not in {*names, *applied}
-        and not any(comes_after(pages, one, name) for one in names if one in pages)
+        if name not in {*names, *applied}
+        and (page.catalogue != BUILTIN or files.isdisjoint(e.path for e in page.patch.edits))
+        and not any(comes_after(pages, one, name) for one in names)
     }
 
 
 def _chosen(plan: Plan, names: Sequence[str]) -> list[Page]:
     for name in names:
-        verdict = plan.verdicts.get(name)
-        if verdict is None or verdict.state not in NEEDED | {"upstreamed"}:
-            state = verdict.state if verdict is not None else "unknown"
-            detail = f": {verdict.detail}" if verdict is not None and verdict.detail else ""
+        verdict = plan.verdicts[name]
+        if verdict.state not in NEEDED | {"upstreamed"}:
+            detail = f": {verdict.detail}" if verdict.detail else ""
             raise CppmegaError(
                 "nothing-to-do",
-                f"{name} is {state} on megatron-core {plan.tree.version}{detail}.",
+                f"{name} is {verdict.state} on megatron-core {plan.tree.version}{detail}.",
                 "There is no patched code to prove.",
                 "cppmega status",
             )

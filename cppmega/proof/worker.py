@@ -15,19 +15,17 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import msgspec
 
 from cppmega.catalogue.loader import load_page
-from cppmega.guard import swaps
-from cppmega.guard.files import only_from
 from cppmega.host import process
-from cppmega.page import Edit, Page
-from cppmega.proof import frames, hash_seeds, mutant
-from cppmega.proof.messages import Answer, Order, PageOrder, ProofRun, Ready
+from cppmega.page import Page
+from cppmega.proof import frames, hash_seeds
+from cppmega.proof.messages import Answer, Order, ProofRun, Ready
 from cppmega.rewriting import code_text
 from cppmega.tree import installed
 
@@ -42,34 +40,37 @@ def main() -> None:
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")  # 0.15 compiles on import
     warnings.simplefilter("ignore")
     code_text.remember(order.code)
-    pages = [_load(page) for page in order.pages]
-    only_from(Path(order.root))
-    if order.side != "stock":
-        for page, edits in pages:
-            mutants = order.side == "mutant"
-            chosen = swaps.runtime_edits(page, edits)
-            swaps.arm(page, [mutant.of_runtime(e) if mutants else e for e in chosen])
-    _import_targets(edits for _, edits in pages)
+    pages = _imported(order) if order.pages else []
     texts = hash_seeds.execute(order.texts) if order.texts else None
     gc.freeze()  # a collection in a fork would walk through all that was imported, and copy it
     gc.enable()
     frames.send(order.answers, Ready(texts))
-    for page, _ in pages:
+    for page in pages:
         run = _forked(page, order.answers, order.limit) if order.forks else _here(page)
         frames.send(order.answers, Answer(page.name, run))
 
 
-def _load(ordered: PageOrder) -> tuple[Page, list[Edit]]:
-    page = load_page(ordered.name, Path(ordered.path), ordered.catalogue)
-    return page, [page.patch.edits[index] for index in ordered.edits]
+def _imported(order: Order) -> list[Page]:
+    """Load the pages, and import once what every fork would import for itself."""
+    from cppmega.guard import swaps  # a process that only computes texts needs none of it
+    from cppmega.guard.files import only_from
+    from cppmega.proof import mutant
 
-
-def _import_targets(edits: Iterable[Iterable[Edit]]) -> None:
-    """Import once what every fork would import for itself."""
-    for group in edits:
-        for edit in group:
-            with contextlib.suppress(Exception):  # the proof itself reports what is wrong
-                importlib.import_module(swaps.module_name(edit.path))
+    pages, imports = [], []
+    for ordered in order.pages:
+        page = load_page(ordered.name, Path(ordered.path), ordered.catalogue)
+        edits = [page.patch.edits[index] for index in ordered.edits]
+        pages.append(page)
+        imports += [swaps.module_name(edit.path) for edit in edits]
+        if order.side != "stock":
+            chosen = swaps.runtime_edits(page, edits)
+            mutants = order.side == "mutant"
+            swaps.arm(page, [mutant.of_runtime(e) if mutants else e for e in chosen])
+    only_from(Path(order.root))
+    for name in imports:
+        with contextlib.suppress(Exception):  # the proof itself reports what is wrong
+            importlib.import_module(name)
+    return pages
 
 
 def _forked(page: Page, answers: int, limit: float) -> ProofRun:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -14,7 +15,7 @@ def link(source: Path, to: Path, changed: Mapping[str, bytes] | None = None) -> 
     Args:
         changed: files that are written instead: path, beginning with the folder's name -> bytes.
     """
-    _link(source, to, changed or {}, source.name)
+    _link(str(source.absolute()), str(to), changed or {}, source.name)
 
 
 def join(trees: Iterable[Path], to: Path) -> None:
@@ -32,14 +33,15 @@ def _lists(root: Path, distribution: str) -> Iterator[Path]:
     return (folder for folder in root.glob("*.dist-info") if named(folder)[0] == distribution)
 
 
-def _link(source: Path, to: Path, changed: Mapping[str, bytes], prefix: str) -> None:
-    to.mkdir(parents=True)
-    for entry in source.iterdir():
-        path = f"{prefix}/{entry.name}"
-        if entry.is_dir():
-            if entry.name != "__pycache__":
-                _link(entry, to / entry.name, changed, path)
-        elif path in changed:
-            (to / entry.name).write_bytes(changed[path])
-        else:
-            (to / entry.name).symlink_to(entry.absolute())
+def _link(source: str, to: str, changed: Mapping[str, bytes], prefix: str) -> None:
+    Path(to).mkdir(parents=True)
+    with os.scandir(source) as entries:  # twice as fast as `iterdir`
+        for entry in entries:
+            path, place = f"{prefix}/{entry.name}", f"{to}/{entry.name}"
+            if entry.is_dir():
+                if entry.name != "__pycache__":
+                    _link(entry.path, place, changed, path)
+            elif path in changed:
+                Path(place).write_bytes(changed[path])
+            else:
+                Path(place).symlink_to(entry.path)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cppmega.proof.fork_server import ForkServer
 from tests import forkserver
 from tests.support import PATIENCE
 
@@ -142,3 +143,13 @@ def test_a_fork_ends_with_its_client() -> None:
     while Path(f"/proc/{fork}").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not Path(f"/proc/{fork}").exists()
+
+
+def test_a_server_without_commands_ends_at_once(tmp_path: Path) -> None:
+    """An error of the command that started it must not wait until torch is imported."""
+    (tmp_path / "slow_module.py").write_text("import time\ntime.sleep(600)\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    server = ForkServer(["slow_module"], environment, tmp_path / "__pycache__")
+    server.close()
+    server.close()
+    assert not server.folder.exists()
