@@ -83,7 +83,7 @@ def stop(run: Run, *, now: bool, wait: float) -> None:
     console.say(
         f"{run.name}: ending immediately"
         if now
-        else f"{run.name}: the ranks save a checkpoint after their step, and end"
+        else f"{run.name}: the ranks are asked, by SIGTERM, to save a checkpoint and to end"
     )
     _await_end(run, wait)
     after, state = run.checkpoint(), run.state()
@@ -98,7 +98,8 @@ def stop(run: Run, *, now: bool, wait: float) -> None:
         "not-saved",
         f"{run.name} has ended ({state}) without a new checkpoint"
         + (f"; the newest is of step {before}." if before is not None else "."),
-        "It had not reached its first step, or saving failed.",
+        "It had not reached its first step, saving failed, or a script of your own does not save "
+        "on SIGTERM.",
         f"cppmega logs {run.word}",
     )
 

@@ -15,16 +15,19 @@ from cppmega.errors import CppmegaError
 from cppmega.guard import step_log
 from cppmega.launch import prepare as launch
 from cppmega.launch import script as launch_script
-from cppmega.runs import placeholders
+from cppmega.runs import compare as comparing
+from cppmega.runs import control as run_control
+from cppmega.runs import placeholders, tmux
 from cppmega.runs.folder import Node, Run
 from tests.guard.bench import Bench
+from tests.launch.bench import needs_tmux, until
 from tests.launch.test_resume import crashed
 from tests.runs import made as runs_made
 from tests.runs.made import asked
 from tests.support import PATIENCE, free_port, made, pristine
 
 SCRIPT = """
-import argparse, os, sys
+import argparse, os, signal, sys
 from pathlib import Path
 import torch
 from cppmega import guard
@@ -36,6 +39,8 @@ parser.add_argument("--steps", type=int)
 parser.add_argument("--fail-at", type=int)
 args = parser.parse_args()
 torch.distributed.init_process_group("gloo")
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 rank, tracker = torch.distributed.get_rank(), "latest_checkpointed_iteration.txt"
 found = args.load / tracker
 done = int(found.read_text()) if found.exists() else 0
@@ -50,6 +55,8 @@ for step in guard.steps(range(done + 1, args.steps + 1)):
     torch.distributed.barrier()
     if step == args.fail_at and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         sys.exit(7)
+    if asked:
+        break
 """
 OWN = ("--save", "{run}/checkpoints", "--load", "{load}")
 COMMAND = """
@@ -110,6 +117,34 @@ def test_a_script_runs_restarts_and_resumes(bench: Bench) -> None:
     assert "-- --steps 5; first had -- --steps 3" in said
     assert second.checkpoint() == 5 and second.outline.resumes == "first"
     assert first.checkpoint() == 3, "its folder is left as it was"
+
+
+@needs_tmux
+def test_scripts_are_compared_and_stopped_and_run_in_tmux(
+    bench: Bench,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    bench.environment["TMUX_TMPDIR"] = str(tmp_path)  # a tmux server of this test's own
+    monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))
+    root, own = bench.tree(), " ".join(OWN)
+    ((code, said),) = ended(start(bench, root, f"--name short --nproc 1 -- --steps 3 {own}"))
+    assert code == 0, said
+    line = f"--name long --tmux mine --nproc 1 -- --steps 100000 {own}"
+    ((code, said),) = ended(start(bench, root, line))
+    assert code == 0, said
+    short, long = (Run(bench.folder / "runs" / name) for name in ("short", "long"))
+    try:
+        assert tmux.exists("mine") and "cppmega attach" in said
+        until(lambda: len([*long.steps()]) > 3, long)
+        run_control.stop(long, now=False, wait=PATIENCE)
+    finally:
+        subprocess.run(["tmux", "kill-server"], capture_output=True, check=False)
+    assert capsys.readouterr().out == f"stopped long, checkpoint of step {long.checkpoint()}\n"
+    found = comparing.compare(short, long)
+    assert (found.common_steps, found.largest_loss_difference) == (3, 0)
+    assert found.arguments == ["--steps: 3 | 100000"] and not found.overlay + found.recipe
 
 
 def test_two_hosts_train_one_run_and_must_have_one_overlay(bench: Bench) -> None:
