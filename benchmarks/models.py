@@ -125,6 +125,9 @@ class Side:
     name: str
     places: Places
     deadline: float
+    steps: int = STEPS
+    size: int | None = None
+    """Sequences per pass, without recompute; None: search."""
 
     def changes(self, choice: Choice, steps: int) -> tuple[str, ...]:
         recomputed, micro_batch = choice
@@ -211,8 +214,8 @@ def trial(first: float, rows: list[Row]) -> dict[str, Any]:
     }
 
 
-def measure(side: Side, of: dict[str, Any], save: Callable[[], None]) -> None:
-    """Search for the fastest choice of a side, and train with it; `of` keeps what was done."""
+def fastest(side: Side, of: dict[str, Any], save: Callable[[], None]) -> Choice:
+    """The fastest choice of a side; its trials are kept."""
     found = of.setdefault(side.name, {})
     trials = found.setdefault("trials", {})
     begin = 1
@@ -231,15 +234,19 @@ def measure(side: Side, of: dict[str, Any], save: Callable[[], None]) -> None:
     rates = search(side.model.recomputed, tried, begin)
     if not rates:
         raise click.ClickException(f"{side.recipe} does not fit on {side.name}")
-    best = max(rates, key=rates.__getitem__)
     found["largest_micro_batch"] = max(size for _, size in rates)
-    if found.get("choice") != list(best):
-        ran = side.ran(best, STEPS)
-        if ran is None:  # fragmentation can be higher after some steps
-            trials[label(best)] = None
-            save()
-            return measure(side, of, save)
-        found |= {"choice": [list(best[0]), best[1]], "run": measured(ran[1])}
+    return max(rates, key=rates.__getitem__)
+
+
+def measure(side: Side, of: dict[str, Any], save: Callable[[], None]) -> None:
+    """Train with the fastest choice of a side, or with the given size."""
+    best = ((), side.size) if side.size else fastest(side, of, save)
+    found, choice = of.setdefault(side.name, {}), [list(best[0]), best[1]]
+    if found.get("choice") != choice:
+        ran = side.ran(best, side.steps)
+        if ran is None:
+            raise click.ClickException(f"{side.recipe}, {side.name}: {label(best)} does not fit")
+        found |= {"choice": choice, "run": measured(ran[1]), "seconds_to_first_step": round(ran[0])}
         save()
 
 
@@ -259,26 +266,19 @@ def page(result: Mapping[str, Any]) -> str:
     return results.page(
         f"# Models that others train, stock and overlay, {result['date']}",
         f"Written by `benchmarks/models.py`. {runs.on(dict(result))} Every step has {BATCH} "
-        "sequences. Each side trained with its fastest choice of micro-batch and recompute, from "
-        "the same weights on the same samples. Rates are medians after the tenth step. Stock has "
-        "the pages without which it does not start, as listed.",
+        "sequences. Each side trained with the fastest choice of those tried, or the given one, "
+        "from the same weights on the same samples. Rates are medians after the tenth step. Stock "
+        "has the pages without which it does not start, as listed.",
         result.get("note", ""),
         results.table(_TITLES, _rows(result["models"])),
-        "## What was tried",
-        "Peak memory at the same choice shows whether the overlay needs more than stock. First "
-        "steps are timed from the start of the process; the first trial of a side compiles its "
-        "kernels.",
-        results.table(
-            ["model", "choice", *(f"{s}, {what}" for s in SIDES for what in _TRIED)],
-            _tried(result["models"]),
-        ),
+        *_trials(result["models"]),
         *_ablation(result["models"]),
     )
 
 
 _TITLES = (
     *("model", "side", "choice", ("tokens/s", ".0f"), ("ratio", ".3f"), ("TFLOP/s", ".0f")),
-    *(("peak, GiB", ".1f"), "largest micro-batch", ("last loss", ".4f")),
+    *(("peak, GiB", ".1f"), ("s to first step", ".0f"), "largest micro-batch"),
     ("largest difference of losses", ".4f"),
 )
 _TRIED = ("tokens/s", "GiB", "s to first step")
@@ -300,8 +300,21 @@ def _rows(models: Mapping[str, Any]) -> Iterator[list[Any]]:
                 *(title, name + pages * (name == SIDES[0])),
                 label((tuple(side["choice"][0]), side["choice"][1])),
                 *(run["tokens_per_second"], ratio, run["tflops_per_gpu"], run["peak_gib"]),
-                *(str(side["largest_micro_batch"]), run["last_loss"], apart_by),
+                side["seconds_to_first_step"],
+                *(str(side.get("largest_micro_batch", "not searched")), apart_by),
             ]
+
+
+def _trials(models: Mapping[str, Any]) -> Iterator[results.Page]:
+    if any("trials" in side for of in models.values() for side in of.values()):
+        yield "## What was tried"
+        yield (
+            "Peak memory at the same choice shows whether the overlay needs more than stock. First "
+            "steps are timed from the start of the process; the first trial of a side compiles its "
+            "kernels."
+        )
+        columns = ["model", "choice", *(f"{s}, {what}" for s in SIDES for what in _TRIED)]
+        yield results.table(columns, _tried(models))
 
 
 def _tried(models: Mapping[str, Any]) -> Iterator[list[str]]:
@@ -348,6 +361,8 @@ def _measuring(
     places: Places,
     only: str | None,
     minutes: float,
+    steps: int,
+    sizes: Mapping[str, int],
     names: Iterable[str],
     part: Callable[[Side, dict[str, Any], Callable[[], None]], None],
 ) -> None:
@@ -373,7 +388,8 @@ def _measuring(
 
         try:
             for name in names:
-                side = Side(MODELS[recipe], recipe, name, places, deadline)
+                size = sizes.get(name)
+                side = Side(MODELS[recipe], recipe, name, places, deadline, steps, size)
                 part(side, of, save)
         except click.ClickException as error:  # the other models may still have their time
             failed = True
@@ -389,9 +405,19 @@ _ONLY = click.option("--only", help="Models, in this order [all].")
 @results.places("Prepared dataset [Python's own sources].", required=False)
 @_ONLY
 @_MINUTES
-def run(places: Places, only: str | None, minutes: float) -> None:
+@click.option("--steps", default=STEPS, show_default=True, help="Steps with the choice.")
+@click.option(
+    "--sizes",
+    type=(int, int),
+    metavar="STOCK OVERLAY",
+    help="Sequences per pass of either side, without recompute [search for the fastest].",
+)
+def run(
+    places: Places, only: str | None, minutes: float, steps: int, sizes: tuple[int, int] | None
+) -> None:
     """Search for each side's best choice, and train with it."""
-    _measuring(places, only, minutes, SIDES, measure)
+    given = dict(zip(SIDES, sizes, strict=True)) if sizes else {}
+    _measuring(places, only, minutes, steps, given, SIDES, measure)
 
 
 @main.command()
@@ -400,7 +426,7 @@ def run(places: Places, only: str | None, minutes: float) -> None:
 @_MINUTES
 def without(places: Places, only: str | None, minutes: float) -> None:
     """Leave out each page in turn, with the overlay's choice of an earlier `run`."""
-    _measuring(places, only, minutes, SIDES[1:], leave_out)
+    _measuring(places, only, minutes, STEPS, {}, SIDES[1:], leave_out)
 
 
 @main.command(name="page")

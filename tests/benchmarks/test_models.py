@@ -50,7 +50,7 @@ def test_each_set_begins_where_the_last_ended(
 
 def test_the_page_compares_the_sides() -> None:
     trial = {"tokens_per_second": 90.0, "peak_gib": 50.0, "seconds_to_first_step": 30.0}
-    side = {"trials": {"1 per pass": trial, "2 per pass": None}, "largest_micro_batch": 1}
+    side = {"trials": {"1 per pass": trial, "2 per pass": None}, "seconds_to_first_step": 30}
     faster = {**_RUN, "tokens_per_second": 125.0, "curve": [[1, 3.0, 1.0, 0.4], [2, 2.25, 1, 0.4]]}
     without = {"": trial, "te_plain_layers": {**trial, "tokens_per_second": 45.0}}
     result = {
