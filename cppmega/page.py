@@ -105,6 +105,9 @@ class Patch:
     """Other `CPPMEGA_*` variables that the patched code reads."""
     wanted_by: Callable[[Any], bool] | None = None
     """Called with a recipe: whether one of its values is wrong, or ignored, without this patch."""
+    asked_by: tuple[str, ...] = ()
+    """Megatron's arguments with which a run that does not need the page would: `cppmega advise`
+    names them. One that begins with `--no-` is to be left out."""
     provides: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """By name, the values on which checks and estimates may rely once the patch is in the code."""
     after: tuple[str, ...] = ()

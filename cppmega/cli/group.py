@@ -30,6 +30,7 @@ _SECTIONS = {
     "Training": (
         "doctor",
         "recipes",
+        "advise",
         "preflight",
         "launch",
         "runs",
@@ -125,7 +126,7 @@ def arguments_options(command: F) -> F:
 
 _NEXT = re.compile(
     r"(python -m cppmega\.apply_patches|cppmega "
-    r"(?:(apply|status|diff|verify|revert|preflight|doctor)|list|explain|drift|pin))\b"
+    r"(?:(apply|status|diff|verify|revert|advise|preflight|doctor)|list|explain|drift|pin))\b"
 )
 """Commands that take `--patches`; those of the group, and the first one, take `--megatron` too."""
 

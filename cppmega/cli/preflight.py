@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -79,6 +79,33 @@ def preflight(
     """
     from cppmega.cli import findings as cli_findings
     from cppmega.host import console
+
+    context = _context(
+        *(root, patches, recipe, changes, accept, unknown_arguments, arguments_from, arguments),
+        nodes=nodes,
+        deep=deep,
+    )
+    found = _examined("preflight", context, patches)
+    with console.answering():
+        if as_json:
+            console.print_json({**console.ENVELOPE, **found.as_json()})
+        else:
+            cli_findings.print_findings(found.findings, verbose)
+    _finish("preflight", found, reports)
+
+
+def _context(
+    root: Path | None,
+    patches: Sequence[Path],
+    recipe: str | None,
+    changes: Sequence[str],
+    accept: Sequence[str],
+    unknown_arguments: str,
+    arguments_from: Sequence[str],
+    arguments: Sequence[str],
+    **more: Any,
+) -> Context:
+    """The launch that a command's words describe."""
     from cppmega.launch import script as launch_script
     from cppmega.preflight.context import Context
     from cppmega.recipe import index as recipes_index
@@ -107,25 +134,61 @@ def preflight(
         raise click.UsageError("--set changes a recipe, and none is named")
     else:
         options, further = RunOptions(accept=tuple(accept)), tuple(arguments)
-    context = Context(
+    return Context(
         root=root,
         catalogues=patches or None,
         recipe=chosen,
         recipe_file=recipes_index.file_of(recipe) if recipe is not None else None,
         options=options,
         arguments=(*further, *own),
-        nodes=nodes,
         allows_unknown=unknown_arguments == "allow",
         arguments_from=tuple(arguments_from),
-        deep=deep,
+        **more,
     )
-    found = _examined("preflight", context, patches)
+
+
+@cli.command(cls=UpToDashes, context_settings={"ignore_unknown_options": True})
+@tree_options
+@click.argument("recipe", required=False, shell_complete=completion.recipes)
+@click.option("--set", "changes", multiple=True, metavar="FIELD=VALUE", help="Change the recipe.")
+@arguments_options
+@click.option("-v", "--verbose", is_flag=True, help="Name the irrelevant pages, with the reason.")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def advise(
+    root: Path | None,
+    patches: Sequence[Path],
+    as_json: bool,
+    recipe: str | None,
+    changes: Sequence[str],
+    unknown_arguments: str,
+    arguments_from: Sequence[str],
+    verbose: bool,
+    arguments: Sequence[str],
+) -> None:
+    """Say which pages serve a command line, and what would turn on more.
+
+    \b
+    cppmega advise -- --num-layers 32 --hidden-size 4096 ...
+
+    The words after `--` are those of your own script for Megatron's parser; RECIPE is a shipped
+    name or a path. Nothing need be applied yet, no GPU is needed, and nothing is written. A page
+    that `serves` changes what such a run executes; one that is `possible` would with the arguments
+    or the command in its row, and with the memory that the estimate gives for the fullest GPU.
+    `cppmega explain PAGE` has the reasons and the measurements.
+    """
+    from cppmega.cli import advice as cli_advice
+    from cppmega.host import console
+
+    context = _context(
+        *(root, patches, recipe, changes, (), unknown_arguments, arguments_from, arguments),
+        only_parses=True,
+    )
+    found = cli_advice.asked(context)
     with console.answering():
         if as_json:
-            console.print_json({**console.ENVELOPE, **found.as_json()})
+            console.print_json({**console.ENVELOPE, **cli_advice.as_json(context, found)})
         else:
-            cli_findings.print_findings(found.findings, verbose)
-    _finish("preflight", found, reports)
+            cli_advice.print_advice(context, found, verbose)
 
 
 @cli.command()

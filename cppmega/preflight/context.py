@@ -78,6 +78,8 @@ class Context:
     """What the script imports to add arguments: `MODULE`, `MODULE:FUNCTION`."""
     configuration: Configuration = field(default_factory=configuration.read)
     """The team's settings here, which may name checks that are not run, each with its reason."""
+    only_parses: bool = False
+    """Whether the line is only read, so that nothing need be applied yet."""
     deep: bool = False
     """Also compare every kernel with its reference: minutes instead of seconds."""
 
@@ -175,6 +177,7 @@ class Context:
             accepted=self.accepted,
             argv=line.argv if line is not None else None,
             world=line.world if line is not None else None,
+            only_parses=self.only_parses,
             arguments_from=self.arguments_from,
         )
         environ = {**(line.environment if line is not None else {}), **self.environ}

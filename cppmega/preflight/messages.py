@@ -49,6 +49,8 @@ class RankOrder(Order, frozen=True, kw_only=True):
     """Arguments for Megatron's parser; None: nothing is parsed."""
     world: int | None = None
     """Number of ranks; None: the fewest that the line's parallel sizes allow."""
+    only_parses: bool = False
+    """Whether nothing is compared with what was applied."""
     arguments_from: tuple[str, ...] = ()
     """Modules that are imported before Megatron's parser is built: `MODULE`, `MODULE:FUNCTION`."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cppmega.host import command_words
@@ -42,12 +43,19 @@ def as_run(recipe: Fields) -> Run:
     options: dict[str, Any] = {"virtual_pipeline_model_parallel_size": virtual}
     for name, values in arguments(recipe, _NEWEST, RunOptions(), None):
         _read(options, name, values)
-    for option in command_words.read(recipe.arguments):
-        _read(options, option.name, option.values)
+    options = with_words(options, recipe.arguments)
     dense, moe = recipe.first_dense_layers, recipe.num_layers - recipe.first_dense_layers
     options |= {"mtp_num_layers": recipe.layout.depths, "moe_layer_freq": [0] * dense + [1] * moe}
     variables = {**dict(recipe.environment), **dict(recipe.wanted_gates), **dict(recipe.variables)}
     return Run(Namespace(**options), variables, recipe=recipe)
+
+
+def with_words(options: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
+    """Options with those that a command line adds, whatever the release's parser knows."""
+    added = dict(options)
+    for option in command_words.read(words):
+        _read(added, option.name, option.values)
+    return added
 
 
 def _read(options: dict[str, Any], name: str, values: tuple[str, ...]) -> None:

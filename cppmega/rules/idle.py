@@ -94,6 +94,15 @@ RULES: tuple[Rule, ...] = (
         reason="it is only read with --group-query-attention",
     ),
     _idle(
+        "--mtp-num-layers",
+        where=lambda run: (
+            bool(run.hybrid_layer_pattern)
+            and not run.mtp_hybrid_override_pattern
+            and "/" not in run.hybrid_layer_pattern
+        ),
+        reason="a hybrid model has the MTP depths of its --hybrid-layer-pattern, after a /",
+    ),
+    _idle(
         "--mtp-loss-scaling-factor",
         where=lambda run: not mtp_depths(run),
         reason="the model has no MTP depth",

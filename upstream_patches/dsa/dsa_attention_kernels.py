@@ -213,6 +213,7 @@ PATCH = Patch(
     ),
     reached="forward",
     when=_reaches,
+    asked_by=("--dsa-kernel-backend", "none"),
     feature=("megatron/core/transformer/experimental_attention_variant/dsa.py:DSAttention",),
     wanted_by=lambda recipe: recipe.uses_tilelang,
     provides={"dsa_sparse_attention": ("fused",)},

@@ -71,6 +71,7 @@ PATCH = Patch(
     reached="never",  # the parser of other code refuses the run, and few losses come from logits
     feature=(LAYER,),
     when=asked_for,
+    asked_by=("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "linear"),
     wanted_by=lambda recipe: recipe.uses_linear_cross_entropy,
 )
 

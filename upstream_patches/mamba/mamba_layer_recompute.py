@@ -18,10 +18,18 @@ Numerics: none (bitwise); parameters keep their names. Random numbers are replay
 
 from typing import Any
 
+from cppmega.catalogue.megatron_args import layer_pattern
 from cppmega.page import Edit, Patch, Source
 from cppmega.rules.rule import Rule
 
 TARGET = "megatron/core/ssm/mamba_layer.py:MambaLayer.forward"
+
+
+def has_mamba(args: Any) -> bool:
+    """Whether any layer is a `MambaLayer`; a hybrid model without a pattern has no other mixers."""
+    pattern = layer_pattern(args)
+    mixed = bool({"M", "R"} & {*pattern})
+    return mixed or (not pattern and bool(getattr(args, "is_hybrid_model", False)))
 
 
 def _cppmega_recompute(module, forward, hidden_states, inference_context):
@@ -89,6 +97,7 @@ PATCH = Patch(
         ),
     ),
     reached="forward",
+    when=has_mamba,
     gate="CPPMEGA_MAMBA_RECOMPUTE",
     rules=(
         Rule(

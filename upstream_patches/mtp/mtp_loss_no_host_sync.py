@@ -32,6 +32,7 @@ PATCH = Patch(
         "megatron/core/transformer/multi_token_prediction.py:MultiTokenPredictionLayer.forward_single_position",
     ),
     when=has_mtp,
+    asked_by=("--mtp-num-layers", "1"),
 )
 
 

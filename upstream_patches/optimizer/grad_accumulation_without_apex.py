@@ -100,6 +100,7 @@ PATCH = Patch(
     ),
     reached="startup",
     when=fuses,
+    asked_by=("--no-gradient-accumulation-fusion",),
     wanted_by=lambda recipe: recipe.gradient_accumulation_fusion,
 )
 

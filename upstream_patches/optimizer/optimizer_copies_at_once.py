@@ -85,6 +85,7 @@ PATCH = Patch(
     ),
     reached="backward",
     when=copies_here,
+    asked_by=("--use-distributed-optimizer",),
 )
 
 

@@ -70,6 +70,7 @@ PATCH = Patch(
     # Before, the functions were autograd functions.
     feature=(f"{FILE}:moe_chunk_sort_forward",),
     when=permutes,
+    asked_by=("--moe-permute-fusion",),
 )
 
 

@@ -33,8 +33,11 @@ def has_its_layers(args: Any) -> bool:
     """Whether this process has built linear layers of Transformer Engine.
 
     The arguments do not tell: `transformer_engine` is the parser's default, whatever `--spec`, a
-    script or ModelOpt builds, and hybrid models ignore it.
+    script or ModelOpt builds, and hybrid models ignore it. Before Megatron is imported, as in
+    `cppmega advise`, there is nothing else to go by.
     """
+    if "megatron.core" not in sys.modules:
+        return getattr(args, "transformer_impl", None) == "transformer_engine"
     kind = getattr(sys.modules.get(MODULE), "TELinear", None)
     if not isinstance(kind, type):  # without the package, Megatron has a mock in its place
         return False

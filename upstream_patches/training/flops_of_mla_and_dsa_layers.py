@@ -189,6 +189,7 @@ PATCH = Patch(
         ),
     ),
     reached="log",
+    when=lambda args: bool(getattr(args, "multi_latent_attention", False)),
     feature=(FLOPS, "megatron/core/transformer/experimental_attention_variant/dsa.py:DSAttention"),
 )
 

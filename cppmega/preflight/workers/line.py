@@ -121,7 +121,9 @@ def _respelled(args: dict[str, Any]) -> dict[str, Any]:
         args["position_embedding_type"] = "rope"
     if args.get("recompute_activations"):
         args["recompute_granularity"] = "selective"
-    if {"+", "D"} & {*megatron_args.layer_pattern(SimpleNamespace(**args))}:
+    if "/" in (pattern := megatron_args.layer_pattern(SimpleNamespace(**args))):
+        args["mtp_num_layers"] = pattern.count("/")
+    if {"+", "D"} & {*pattern}:
         args["multi_latent_attention"] = True
     return args
 

@@ -7,6 +7,7 @@ gives the launch line to the installed version's own parser.
 from __future__ import annotations
 
 import importlib
+import sys
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,8 +28,10 @@ def main() -> None:
 
 def inspect(order: RankOrder) -> RankAnswer:
     """Import the patched tree, compare it with the receipt, and parse the launch line."""
+    if order.only_parses:
+        sys.path[:0] = [order.root] if order.root else []
     try:
-        problems, imported = _imported(order)
+        problems, imported = ([], "") if order.only_parses else _imported(order)
     except CppmegaError as error:
         return RankAnswer(problems=[Problem.from_error(error)])
     line = None
