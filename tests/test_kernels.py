@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGE = (REPOSITORY / "docs" / "kernels.md").read_text()
@@ -25,23 +28,48 @@ def test_the_page_and_the_module_have_the_same_names() -> None:
     assert len(EXAMPLES) == PAGE.count("```python") and missing == []
 
 
-def test_kernels_need_torch_alone() -> None:
+def test_kernels_alone_are_a_wheel(tmp_path: Path) -> None:
+    """Where nothing is but what it requires, and no Triton, it runs the page's examples."""
     pytest.importorskip("torch")
-    withheld = [
-        "click",
-        "dulwich",
-        "filelock",
-        "libcst",
-        "msgspec",
-        "psutil",
-        "pyflakes",
-        "rich",
-        "triton",
-    ]
-    lines = ["import sys", f"sys.modules.update(dict.fromkeys({withheld}))"]
-    lines += [code for _, code in EXAMPLES]
-    lines += ["assert 'megatron' not in sys.modules"]
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    source, built, site = (
+        REPOSITORY / "distributions/kernels",
+        tmp_path / "built",
+        tmp_path / "site",
+    )
+    make = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", built, source]
+    subprocess.run(make, check=True)
+    (wheel,) = built.glob("cppmega_kernels-*.whl")
+    install = [*pip, "install", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
+    subprocess.run(install, check=True)
+    (given,) = metadata.distributions(name="cppmega-kernels", path=[str(site)])
+    assert given.requires == ["packaging>=23", "torch>=2.7"]
+    needed = required("packaging") | required("torch") - {"triton"}
+    installed = (file for name in needed for file in metadata.files(name) or ())
+    for top in {file.parts[0] for file in installed if ".." not in file.parts}:
+        (site / top).symlink_to(next(Path(p, top) for p in sys.path if Path(p, top).exists()))
     done = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False
+        [sys.executable, "-S", "-c", "\n".join(code for _, code in EXAMPLES)],
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(site)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def required(name: str) -> set[str]:
+    """A distribution and what it requires here, directly or through others."""
+    found, pending = set[str](), [name]
+    while pending:
+        one = pending.pop()
+        if one in found:
+            continue
+        try:
+            requirements = map(Requirement, metadata.requires(one) or ())
+        except metadata.PackageNotFoundError:
+            continue  # of a GPU
+        found.add(one)
+        pending += [each.name for each in requirements if not each.marker or each.marker.evaluate()]
+    return found
