@@ -49,7 +49,12 @@ class Edit:
 
     target: str
     """`path/below/root.py:Qualified.name`; nested functions have a dot, as methods do. If a
-    file defines a name several times, `name#2` is the second definition."""
+    file defines a name several times, `name#2` is the second definition.
+
+    Statements of a module or of a class have targets, too: `CONSTANT` and `Class.field` by a name
+    that they assign, so that a `try` block of imports has the name of its flag, and `import.NAME`
+    by a name that the module imports. The pin is of that statement alone, and the edit may add
+    others next to it."""
     pins: Mapping[str, str]
     """Version of the distribution -> fingerprint of the target's pristine text."""
     edit: Callable[[Any], Any]

@@ -17,9 +17,7 @@ from cppmega.overlay import receipt
 from cppmega.overlay.diagnose import view
 from cppmega.overlay.survey import MISSING, Survey
 from cppmega.page import Edit, Page
-from cppmega.rewriting import undefined_names
-from cppmega.rewriting.kernels import functions_naming
-from cppmega.rewriting.source import decode, parse
+from cppmega.rewriting.source import Definition, find
 from cppmega.tree.installed import Tree, distribution_of
 from cppmega.tree.resolve import label_of
 
@@ -56,7 +54,7 @@ def new(
 
     Raises:
         CppmegaError: `bad-name`, `page-exists`, `bad-target`, `target-absent`, `target-ambiguous`,
-            `target-is-a-variable`, `law-header`.
+            `law-header`.
     """
     if not re.match(r"[a-z][a-z0-9_]*\Z", name):
         raise CppmegaError(
@@ -75,7 +73,11 @@ def new(
             f"cppmega explain {name}, or choose another name",
         )
     if commit is None:
-        changes = [Change(t, _fingerprint(tree, t)) for t in targets] if tree else []
+        changes = (
+            [Change(one, _fingerprint(tree, one), mark=_mark(tree, one)) for one in targets]
+            if tree
+            else []
+        )
         rows = [(change, {_label(tree, change.target): change.pin}) for change in changes]
     else:
         changes = commit.changes
@@ -123,7 +125,6 @@ def _fingerprint(tree: Tree, target: str) -> str:
     file = view(tree, receipt.load(tree), edit.path, {})
     text = Survey(tree).fingerprint(file.pristine or file.current, edit)
     if text == MISSING:
-        _refuse_variable(target, file.pristine or file.current)
         near = similar.similar_names(tree, target)
         raise CppmegaError(
             "target-absent",
@@ -136,26 +137,17 @@ def _fingerprint(tree: Tree, target: str) -> str:
         raise CppmegaError(
             "target-ambiguous",
             f"{target} {problem}.",
-            "An edit must change exactly one definition.",
-            "name the class or the function around it",
+            "An edit must change exactly one definition or statement.",
+            f"name the class or the function around it, or count: --target '{target}#1'",
         )
     return text
 
 
-def _refuse_variable(target: str, data: bytes | None) -> None:
-    """Say of a variable of a module that a page edits the functions that read it."""
-    path, _, name = target.partition(":")
-    tree = parse(decode(data or b"", path), path)
-    if name not in undefined_names.top_level(tree):
-        return
-    readers = [f"{path}:{symbol}" for symbol in functions_naming(tree, name)]
-    raise CppmegaError(
-        "target-is-a-variable",
-        f"{target} is a variable of the module, and a page edits functions and classes."
-        + (f" It is used in {', '.join(readers)}." if readers else ""),
-        "Other modules may have copied its value when they were imported.",
-        f"--target {readers[0]}" if readers else "name a function or a class that depends on it",
-    )
+def _mark(tree: Tree, target: str) -> str | None:
+    """The mark of an edit: none for a statement, which runs when its file is imported."""
+    path, _, symbol = target.partition(":")
+    found = find(Survey(tree).parse(tree.read(path) or b"", path)[1], symbol)
+    return None if isinstance(found[0], Definition) else ""
 
 
 def _earlier(targets: Sequence[str], pages: Mapping[str, Page]) -> list[str]:

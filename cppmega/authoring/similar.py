@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any
@@ -13,7 +14,7 @@ from cppmega.authoring import statements
 from cppmega.errors import CppmegaError, closest
 from cppmega.overlay.survey import Survey, ask
 from cppmega.page import Page
-from cppmega.rewriting.source import Definition, decode, definitions, parse
+from cppmega.rewriting.source import Definition, decode, definitions, parse, statement_symbols
 from cppmega.tree.installed import Tree
 
 _WORD = re.compile(r"[A-Za-z_]\w+")
@@ -124,6 +125,8 @@ def similar_names(tree: Tree, target: str) -> list[str]:
         same = [file for file in files if file.rpartition("/")[2] == path.rpartition("/")[2]]
         return [f"{file}:{symbol}" for file in same[:3] or closest(path, files, 3)]
     names = [name for name, _ in _definitions(tree, path)]
+    with suppress(CppmegaError):
+        names += sorted(statement_symbols(parse(decode(tree.read(path) or b"", path), path)))
     last = symbol.rpartition(".")[2]
     found = [name for name in names if name.rpartition(".")[2] == last]
     return [f"{path}:{name}" for name in found[:3] or closest(symbol, names, 3)]

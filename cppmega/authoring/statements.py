@@ -1,4 +1,4 @@
-"""Definitions as lists of statements, and the differences between two of them.
+"""Symbols as lists of statements, and the differences between two of them.
 
 Comments, docstrings and layout are left out. The parameters of a function and the bases of a class
 count as separate statements, so that an added parameter is one line of a long signature.
@@ -52,13 +52,13 @@ class Touched:
 
 
 def of_source(source: str) -> list[str]:
-    """Return the statements of a definition, given as its lines at any indentation."""
+    """Return the statements of a symbol, given as its lines at any indentation."""
     wrapped = source.startswith((" ", "\t"))
-    body = parse_silently(f"if 1:\n{source}" if wrapped else source).body
-    holder = body[0]
-    node = holder.body[0] if isinstance(holder, ast.If) else holder
-    assert isinstance(node, Definition)
-    return of_definition(node)
+    body: list[Any] = parse_silently(f"if 1:\n{source}" if wrapped else source).body
+    body = body[0].body if wrapped else body
+    if isinstance(body[0], Definition):
+        return of_definition(body[0])
+    return [line for statement in body for line in ast.unparse(statement).splitlines()]
 
 
 def of_definition(node: Definition) -> list[str]:

@@ -286,7 +286,8 @@ def export(name: str, checkout: Path, branch: str, patches: Sequence[Path], as_j
     "targets",
     multiple=True,
     metavar="PATH:SYMBOL",
-    help="The function, method or class to patch; repeatable.",
+    help="The function, method or class to patch, or a statement: CONSTANT, Class.field, the flag "
+    "of a `try` block of imports, or import.NAME; repeatable.",
 )
 @click.option(
     "--from-commit",

@@ -124,7 +124,7 @@ class Survey:
         return hits
 
     def source(self, target: str) -> str:
-        """The lines of a definition in upstream's file; "" unless there is exactly one."""
+        """The lines of a symbol in upstream's file; "" unless there is exactly one."""
         path, _, symbol = target.partition(":")
         data = self.read(path)
         if data is None:
@@ -227,8 +227,8 @@ def ask(page: Page, source: Source) -> bool:
     return answer
 
 
-def _unparsed(definition: Definition) -> str:
-    """Unparse a definition without its docstrings; leaves the shared tree unchanged."""
+def _unparsed(definition: ast.stmt) -> str:
+    """Unparse a symbol without its docstrings; leaves the shared tree unchanged."""
     inside = [node for node in ast.walk(definition) if isinstance(node, Definition)]
     bodies = [
         (node, node.body) for node in inside if ast.get_docstring(node, clean=False) is not None

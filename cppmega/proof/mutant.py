@@ -44,7 +44,10 @@ def of_runtime(edit: Edit) -> Edit:
 
 
 def merged(stock: cst.CSTNode, patched: cst.CSTNode) -> cst.CSTNode:
-    """Return the patched text with stock's behavior, for a function or a class."""
+    """Return the patched text with stock's behavior, for a function, a class or a statement."""
+    if isinstance(stock, cst.Module):
+        never = [_dead(cast(cst.BaseStatement, one)) for one in cast(cst.Module, patched).body]
+        return stock.with_changes(body=[*stock.body, *never])
     if isinstance(stock, cst.FunctionDef):
         return _merged_function(stock, cast(cst.FunctionDef, patched))
     holder, new = cast(cst.ClassDef, stock), cast(cst.ClassDef, patched)

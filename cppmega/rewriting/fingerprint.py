@@ -32,7 +32,9 @@ _Line = tuple[int, list[tokenize.TokenInfo]]
 
 
 def parse_definition(source: str, name: str = "the target") -> tuple[cst.Module, cst.CSTNode]:
-    """Parse the lines of one definition, at any indentation, into (enclosing module, node).
+    """Parse the lines of one symbol, at any indentation, into (enclosing module, node).
+
+    The node of a statement is a module that holds only this statement.
 
     Indented lines are wrapped in an `if` rather than dedented, because dedenting would change
     strings that span lines.
@@ -42,10 +44,10 @@ def parse_definition(source: str, name: str = "the target") -> tuple[cst.Module,
     try:
         if not indent:
             module = cst.parse_module(source, config)
-            return module, _only(module.body)
+            return module, _node(module, module.body)
         newline = "\r\n" if "\r\n" in source else "\r" if "\n" not in source else "\n"
         module = cst.parse_module(f"if 1:{newline}{source}", config)
-        return module, _only(cast(cst.If, module.body[0]).body.body)
+        return module, _node(module, cast(cst.If, module.body[0]).body.body)
     except cst.ParserSyntaxError as error:
         raise CppmegaError(
             "unparsed-definition",
@@ -55,15 +57,10 @@ def parse_definition(source: str, name: str = "the target") -> tuple[cst.Module,
         ) from None
 
 
-def _only(statements: Sequence[cst.CSTNode]) -> cst.CSTNode:
-    if len(statements) != 1:
-        raise CppmegaError(
-            "unparsed-definition",
-            f"Expected one definition, but found {len(statements)} statements.",
-            "Only a single definition can be compared with the texts that a patch knows.",
-            "report it with the file, or revert the page with `cppmega revert NAME`",
-        )
-    return statements[0]
+def _node(module: cst.Module, body: Sequence[cst.CSTNode]) -> cst.CSTNode:
+    if isinstance(body[0], cst.FunctionDef | cst.ClassDef):
+        return body[0]
+    return module.with_changes(body=body, header=(), footer=())
 
 
 def bare(source: str) -> str:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import ast
 import builtins
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from cppmega.errors import CppmegaError
 from cppmega.page import Edit
 from cppmega.rewriting import code_text, fingerprint, marks, undefined_names
 from cppmega.rewriting.function_source import function_text
-from cppmega.rewriting.source import Definition, blocks, parse_silently
+from cppmega.rewriting.source import Definition, blocks, in_scope, parse_silently
 
 Binding = tuple[str, ...]
 """The object to which an import binds a name; equal for equal imports in any spelling."""
@@ -185,27 +185,38 @@ def _module_bindings(tree: ast.Module) -> Iterator[tuple[str, Binding]]:
             pending.extend(ast.iter_child_nodes(node))
 
 
-def reaches(definition: Definition) -> set[str]:
-    """Return how a definition reaches names outside of itself, each as a few words of code."""
-    found: set[str] = set()
-    pending: list[ast.AST] = [definition]
+def reaches(target: ast.stmt, taken: Container[str] = ()) -> set[str]:
+    """Return how a target reaches names outside of itself, each as a few words of code.
+
+    Args:
+        target: a definition, or a statement of a module or a class.
+        taken: the names that a statement must not assign, unless upstream's does.
+    """
+    bound = undefined_names.top_level(ast.Module([target], [])) if taken else ()
+    found = {f"{name} = ..." for name in bound if name in taken}
+    if not isinstance(target, Definition):
+        stored = (n for n in in_scope(target) if isinstance(n, ast.Attribute | ast.Subscript))
+        found |= {f"{ast.unparse(n)} = ..." for n in stored if not isinstance(n.ctx, ast.Load)}
+    pending: list[ast.AST] = [target]
     while pending:
         statement = pending.pop()
         pending += blocks(statement)
         if isinstance(statement, ast.Global):
             found |= {f"global {name}" for name in statement.names}
-    for node in _evaluated(_header(definition)):
+    for node in _evaluated(_header(target)):
         if isinstance(node, ast.NamedExpr):
             found.add(f"{node.target.id} := in its header")
-    for node in _evaluated(_when_imported(definition)):
+    for node in _evaluated(_when_imported(target)):
         called = node.func if isinstance(node, ast.Call) else None
         if isinstance(called, ast.Name) and called.id in _RUNS_TEXT:
             found.add(f"{called.id}() when the file is imported")
     return found
 
 
-def _header(definition: Definition) -> list[ast.AST]:
+def _header(definition: ast.stmt) -> list[ast.AST]:
     """The parts of a definition that are evaluated in the scope around it."""
+    if not isinstance(definition, Definition):
+        return []
     found: list[ast.AST | None] = [*definition.decorator_list]
     if isinstance(definition, ast.ClassDef):
         found += [*definition.bases, *definition.keywords]
@@ -221,13 +232,13 @@ def _header(definition: Definition) -> list[ast.AST]:
     return [node for node in found if node is not None]
 
 
-def _when_imported(definition: Definition) -> list[ast.AST]:
-    """The parts that run when the file is imported: the header, and the body of a class."""
-    found = _header(definition)
-    if isinstance(definition, ast.ClassDef):
-        for statement in definition.body:
-            inner = isinstance(statement, Definition)
-            found += _when_imported(statement) if inner else [statement]  # type: ignore[arg-type]
+def _when_imported(statement: ast.stmt) -> list[ast.AST]:
+    """What runs when the file is imported: of a definition its header, and the body of a class."""
+    if not isinstance(statement, Definition):
+        return [statement]
+    found = _header(statement)
+    if isinstance(statement, ast.ClassDef):
+        found += [node for inner in statement.body for node in _when_imported(inner)]
     return found
 
 

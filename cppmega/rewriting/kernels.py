@@ -88,15 +88,6 @@ def launchers(tree: ast.Module, text: Text, kernel: str) -> list[tuple[str, str]
     return list(found.items())
 
 
-def functions_naming(tree: ast.Module, name: str) -> list[str]:
-    """The symbols of the functions and methods that use a name of their module."""
-    return [
-        symbol
-        for symbol, function in _functions(tree)
-        if any(name == getattr(node, "id", "") for node in ast.walk(function))
-    ]
-
-
 def _functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Functions and methods with their symbols; what is nested in a function belongs to it."""
     scope = list(definitions(tree))

@@ -46,16 +46,28 @@ def with_mark(node: cst.CSTNode, page: str, edit: Edit) -> cst.CSTNode:
     """The definition with a mark as the first statement of the function that carries it."""
     import libcst as cst
 
+    if isinstance(node, cst.Module):
+        raise CppmegaError(
+            "mark-has-no-place",
+            f"Page {page} marks {edit.target}, which is a statement.",
+            "It runs when the file is imported, which does not show that a run used its result.",
+            "give its Edit mark='', and let another edit carry the mark, or declare "
+            "reached='never'",
+        )
     if edit.mark is None and isinstance(node, cst.FunctionDef):
         return _marked(node, page)
     return _descend(node, (edit.mark or "__init__").split("."), page, edit)
 
 
 def with_comment(node: cst.CSTNode, page: str) -> cst.CSTNode:
-    """The definition with the page's name in a comment after its header."""
+    """The target with the page's name in a comment after its header, or after its line."""
     import libcst as cst
 
-    body = cast(cst.FunctionDef, node).body
+    if isinstance(node, cst.Module):
+        first, *rest = node.body
+        return node.with_changes(body=[with_comment(first, page), *rest])
+    is_line = isinstance(node, cst.SimpleStatementLine)
+    body: cst.CSTNode = node if is_line else cast(cst.FunctionDef, node).body
     place = "header" if isinstance(body, cst.IndentedBlock) else "trailing_whitespace"
     line = cast(cst.TrailingWhitespace, getattr(body, place))
     if line.comment is None:
@@ -63,7 +75,8 @@ def with_comment(node: cst.CSTNode, page: str) -> cst.CSTNode:
     text = cast(cst.Comment, line.comment).value.removesuffix(";") or "#"
     text += " " if text == "#" else "; "
     new = line.with_changes(comment=cst.Comment(f"{text}{COMMENT}{page}"))
-    return node.with_changes(body=body.with_changes(**{place: new}))
+    done = body.with_changes(**{place: new})
+    return done if is_line else node.with_changes(body=done)
 
 
 def _descend(node: cst.CSTNode, path: list[str], page: str, edit: Edit) -> cst.CSTNode:

@@ -23,7 +23,8 @@ from cppmega.rewriting.source import parse_silently
 
 def function(node: cst.CSTNode) -> cst.FunctionDef:
     if not isinstance(node, cst.FunctionDef):
-        raise mismatch(f"the target is a {type(node).__name__}, not a function")
+        kind = "class" if isinstance(node, cst.ClassDef) else "statement"
+        raise mismatch(f"the target is a {kind}, not a function")
     return node
 
 
@@ -278,11 +279,12 @@ class StatementSwap(Swap):
         make: Callable[[Sequence[cst.BaseStatement]], list[cst.BaseStatement]],
     ) -> None:
         self.headed = is_head(old)
-        self.gists, self.shapes = _parsed_pattern(f"{old} pass" if self.headed else old)
+        rest = " pass\nfinally: pass" if old.startswith("try") else " pass"
+        self.gists, self.shapes = _parsed_pattern(old + rest if self.headed else old)
         self.make = make
 
     def leave(self, before: Any, now: Any, place: str) -> Any:
-        if not isinstance(before, cst.IndentedBlock):
+        if not isinstance(before, cst.IndentedBlock | cst.Module):
             return now
         gists = [gist(statement) for statement in before.body]
         body, width = list(now.body), len(self.shapes)
@@ -306,8 +308,12 @@ class StatementSwap(Swap):
 
 def _head_of(statement: Any) -> Any:
     """A compound statement with `pass` as its block, and without what follows the block."""
-    rest = {name: None for name in ("orelse", "finalbody") if hasattr(statement, name)}
     body = cst.SimpleStatementSuite([cst.Pass()])
+    rest: dict[str, Any] = {
+        name: None for name in ("orelse", "finalbody") if hasattr(statement, name)
+    }
+    if isinstance(statement, cst.Try | cst.TryStar):  # it needs something after its block
+        rest |= {"handlers": (), "finalbody": cst.Finally(body)}
     return statement.with_changes(body=body, leading_lines=(), **rest)
 
 

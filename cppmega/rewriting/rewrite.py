@@ -7,9 +7,11 @@ in the target symbols and in the imports, helpers and marks that belong to them.
 from __future__ import annotations
 
 import ast
+import builtins
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, cast
 
 import libcst as cst
@@ -35,6 +37,7 @@ from cppmega.rewriting.errors import (
 )
 from cppmega.rewriting.inserted import Inserted, reaches
 from cppmega.rewriting.source import (
+    IMPORT,
     Definition,
     Span,
     Text,
@@ -42,6 +45,7 @@ from cppmega.rewriting.source import (
     definitions,
     find,
     first_line,
+    lines_of,
     parse,
     plain,
     shares_its_lines,
@@ -85,8 +89,9 @@ class Rewritten:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Lines of the old file, the lines that replace them, and the blocks before them."""
+    """Lines of a symbol in the old file, the lines that replace them, the blocks before them."""
 
+    symbol: str
     where: Span
     new: str
     blocks: list[str]
@@ -115,12 +120,13 @@ def rewrite(
     steps = _outside_kernels(steps, tree, text, path)
     groups = _by_outermost(steps)
     places = {symbol: locate(tree, text, f"{path}:{symbol}") for symbol in groups}
+    _refuse_overlaps(places, groups, path)
     inserted = Inserted(tree, path)
     cuts: list[_Cut] = []
     for symbol, where in sorted(places.items(), key=lambda item: item[1].start):
         source = "".join(text.lines[where.start : where.end])
         new = _edit_slice(source, symbol, groups[symbol], path)
-        cuts.append(_Cut(where, new, _helpers_before(inserted, groups[symbol])))
+        cuts.append(_Cut(symbol, where, new, _helpers_before(inserted, groups[symbol])))
     imports = inserted.imports((step.page, step.edit) for step in steps)
     body = _spliced(text, tree, cuts, imports)
     result = text.encode(body, path)
@@ -130,8 +136,16 @@ def rewrite(
     edited = {plain(symbol) for symbol in groups}
     new_tree = parse(_outline(text, tree, cuts, imports, edited), path)
     own_imports = code_text.imports_of(new_tree, body) if f"{code_text.PACKAGE}." in body else ()
-    after = {step.edit.symbol: _fingerprint_after(step, new_text, new_tree, path) for step in steps}
-    _check(text, tree, new_text, new_tree, path, cuts, groups, inserted, edited)
+    places = {
+        cut.symbol: _written(cut, groups[cut.symbol][-1], new_text, new_tree, path) for cut in cuts
+    }
+    places |= {
+        step.edit.symbol: locate(new_tree, new_text, step.edit.target)
+        for step in steps
+        if step.edit.symbol not in places
+    }
+    after = {step.edit.symbol: _fingerprint_after(step, new_text, places) for step in steps}
+    _check(text, tree, new_text, new_tree, path, cuts, groups, inserted, edited, places)
     return Rewritten(result, after, inserted.fingerprint(), own_imports)
 
 
@@ -174,8 +188,41 @@ def _by_outermost(steps: Sequence[Step]) -> dict[str, list[Step]]:
     return groups
 
 
+def _refuse_overlaps(
+    places: Mapping[str, Span], groups: Mapping[str, Sequence[Step]], path: str
+) -> None:
+    """Refuse two symbols with common lines, such as two names of one `try` block."""
+    for (one, first), (other, second) in pairwise(
+        sorted(places.items(), key=lambda item: item[1].start)
+    ):
+        if second.start < first.end:
+            pages = dict.fromkeys(step.page for name in (one, other) for step in groups[name])
+            raise TargetError(
+                "targets-overlap",
+                f"{path}:{one} and {path}:{other}, targets of {', '.join(pages)}, have lines in "
+                "common.",
+                "One edit would be lost.",
+                "name the target alike in both edits, or merge them into one",
+            )
+
+
+def _written(cut: _Cut, step: Step, text: Text, tree: ast.Module, path: str) -> Span:
+    """Return the lines of an edited symbol, and of statements that were added next to it."""
+    found = find(tree, cut.symbol)
+    if len(found) != 1:
+        raise _bad_edit(step, f"leaves {len(found)} statements that its target's name fits")
+    where = locate(tree, text, f"{path}:{cut.symbol}")
+    if isinstance(found[0], Definition):
+        return where
+    count = len(lines_of(cut.new))
+    for start in range(where.start, max(where.start - count, -1), -1):
+        if "".join(text.lines[start : start + count]) == cut.new:
+            return Span(start, start + count, where.top)
+    return where
+
+
 def locate(tree: ast.Module, text: Text, target: str) -> Span:
-    """Return the lines of the one definition that a target names.
+    """Return the lines of the one definition or statement that a target names.
 
     Raises:
         CppmegaError: `target-absent`, `target-ambiguous`, `target-shares-its-lines`.
@@ -185,7 +232,7 @@ def locate(tree: ast.Module, text: Text, target: str) -> Span:
         raise TargetError(
             "target-ambiguous" if found else "target-absent",
             f"{target} is defined {len(found)} times.",
-            "An edit must change exactly one definition.",
+            "An edit must change exactly one definition or statement.",
             "run `cppmega status`, and compare the file with upstream's",
         )
     where = span(tree, text, found[0])
@@ -194,13 +241,13 @@ def locate(tree: ast.Module, text: Text, target: str) -> Span:
             "target-shares-its-lines",
             f"{target} shares a line with other code.",
             "Cutting it out by lines would take that code with it.",
-            "give the definition lines of its own",
+            "give it lines of its own",
         )
     return where
 
 
 def _edit_slice(source: str, symbol: str, group: Sequence[Step], path: str) -> str:
-    """Return the new lines of a definition."""
+    """Return the new lines of a symbol."""
     module, node = fingerprint.parse_definition(source, f"{path}:{symbol}")
     for change in (_edited, _marked):
         for step in group:
@@ -210,10 +257,9 @@ def _edit_slice(source: str, symbol: str, group: Sequence[Step], path: str) -> s
     return new.rstrip("\r\n") + ending
 
 
-def _fingerprint_after(step: Step, text: Text, tree: ast.Module, path: str) -> str:
+def _fingerprint_after(step: Step, text: Text, places: Mapping[str, Span]) -> str:
     """Fingerprint of a step's target in the edited file."""
-    target = f"{path}:{step.edit.symbol}"
-    where = locate(tree, text, target)
+    where = places[step.edit.symbol]
     source = "".join(text.lines[where.start : where.end])
     after = fingerprint.of_source(source)
     if after in step.known | set(step.edit.pins.values()):
@@ -249,7 +295,7 @@ def _marked(step: Step, node: cst.CSTNode) -> cst.CSTNode:
 
 
 def _printed(module: cst.Module, node: cst.CSTNode, wrapped: bool) -> str:
-    """The lines of an edited definition."""
+    """The lines of an edited symbol."""
     margin = ""
     if wrapped:
         block = cast(cst.IndentedBlock, cast(cst.If, module.body[0]).body)
@@ -259,13 +305,17 @@ def _printed(module: cst.Module, node: cst.CSTNode, wrapped: bool) -> str:
 
 def _edited(step: Step, node: cst.CSTNode) -> cst.CSTNode:
     new, again = _called(step, node)
-    if type(new) is not type(node) or new.name.value != node.name.value:  # type: ignore[attr-defined]
+    if type(new) is not type(node) or _name(new) != _name(node):
         raise _bad_edit(step, "returns something other than its target")
     if again is not new and not new.deep_equals(again):
         raise _bad_edit(step, "returns a different text when it is called again")
     if not node_edits.differ(new, node) and _bare(new) == _bare(node):
         raise _bad_edit(step, "changes nothing")
     return new
+
+
+def _name(node: cst.CSTNode) -> str:
+    return node.name.value if isinstance(node, cst.FunctionDef | cst.ClassDef) else ""
 
 
 def _bare(node: cst.CSTNode) -> str:
@@ -370,11 +420,12 @@ def _check(
     groups: Mapping[str, Sequence[Step]],
     extra: Inserted,
     edited: set[str],
+    places: Mapping[str, Span],
 ) -> None:
     """Check that only targets and what belongs to them changed, and all names are defined."""
     pages = ", ".join(dict.fromkeys(step.page for group in groups.values() for step in group))
     left = _rest(old, [cut.where for cut in cuts])
-    right = _rest(new, [locate(new_tree, new, f"{path}:{symbol}") for symbol in groups])
+    right = _rest(new, [places[symbol] for symbol in groups])
     for block in [*extra.helpers.values()]:
         right = _without(right, (block.rstrip("\n") + "\n\n\n").replace("\n", new.newline))
     for line in extra.import_lines:
@@ -387,8 +438,7 @@ def _check(
             "report this: an edit cannot normally do it",
         )
     for symbol in groups:
-        beyond = reaches(find(new_tree, symbol)[0])
-        beyond -= reaches(find(old_tree, symbol)[0]) if beyond else set()
+        beyond = _beyond(symbol, old_tree, new_tree, places[symbol])
         if beyond:
             raise OutsideTargetError(
                 "edit-reaches-beyond-its-target",
@@ -407,6 +457,19 @@ def _check(
             "It would raise a NameError in the middle of training.",
             "declare the import or the helper in the page",
         )
+
+
+def _beyond(symbol: str, old: ast.Module, new: ast.Module, where: Span) -> set[str]:
+    """How the edited symbol reaches beyond itself, where upstream's does not."""
+    before, after = find(old, symbol)[0], find(new, symbol)[0]
+    if isinstance(before, Definition):
+        beyond = reaches(after)
+        return beyond - reaches(before) if beyond else beyond
+    holder = symbol.rpartition(".")[0].removesuffix(IMPORT)
+    scopes: list[Any] = [find(tree, holder)[0] if holder else tree for tree in (old, new)]
+    taken = undefined_names.top_level(scopes[0]) | (set() if holder else set(dir(builtins)))
+    added = [one for one in scopes[1].body if where.start < one.lineno <= where.end]
+    return set[str]().union(*(reaches(one, taken) for one in added)) - reaches(before, taken)
 
 
 def _rest(text: Text, spans: Sequence[Span]) -> str:

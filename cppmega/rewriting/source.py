@@ -1,5 +1,8 @@
 """Python files as text: decode without changing a byte, find one symbol, cut it out.
 
+A symbol names a definition, or a statement of a module or a class by a name that it assigns or
+imports: `CONSTANT`, `Class.field`, `import.NAME`.
+
 Locating uses `ast` on the whole file (fast); only the slice of the symbol is passed to libcst.
 """
 
@@ -10,8 +13,9 @@ import io
 import re
 import tokenize
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cppmega.errors import CppmegaError
 
@@ -48,12 +52,12 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Lines of one definition, decorators included: 0-based, end excluded."""
+    """Lines of one symbol, decorators included: 0-based, end excluded."""
 
     start: int
     end: int
     top: int
-    """First line of the top-level statement that holds the definition."""
+    """First line of the top-level statement that holds it."""
 
 
 def decode(data: bytes, name: str) -> Text:
@@ -70,8 +74,13 @@ def decode(data: bytes, name: str) -> Text:
         raise unreadable(name, str(error)) from None
     if body.encode(encoding, errors="replace") != data:
         raise unreadable(name, f"as {encoding} it does not encode back to the same bytes")
-    lines = tuple(_LINES.findall(body))
+    lines = lines_of(body)
     return Text(lines, encoding, _line_end(lines) if "\r" in body else "\n")
+
+
+def lines_of(body: str) -> tuple[str, ...]:
+    """The lines of a text with their line ends."""
+    return tuple(_LINES.findall(body))
 
 
 def _line_end(lines: Sequence[str]) -> str:
@@ -125,19 +134,77 @@ def blocks(node: ast.AST) -> list[ast.AST]:
 _BLOCKS = {"body", "orelse", "finalbody", "handlers", "cases"}
 
 
-def find(tree: ast.Module, symbol: str) -> list[Definition]:
-    """Return every definition with that qualified name; the caller refuses more than one.
+def find(tree: ast.Module, symbol: str) -> list[ast.stmt]:
+    """Return everything that a symbol names; the caller refuses more than one.
 
     `name#2` is the second of several: upstream defines some functions once for every branch of an
     `if HAVE_TE`, and a page must state which of them it edits.
+
+    A name without a definition is that of the statements, directly in the module or the class, that
+    assign it. So a `try` block of imports has the name of its flag. `import.NAME` is the statement
+    of the module that imports the name, and may be such a block, too.
     """
-    scopes: list[ast.AST] = [tree]
-    for part in symbol.split("."):
-        name, _, nth = part.partition("#")
-        scopes = [node for scope in scopes for node in definitions(scope) if node.name == name]
-        if nth:
-            scopes = scopes[int(nth) - 1 : int(nth)]
-    return scopes  # type: ignore[return-value]
+    *holders, last = symbol.split(".")
+    imports = holders == [IMPORT]
+    scopes: list[Any] = [tree]
+    for part in [] if imports else holders:
+        scopes = _counted([d for s in scopes for d in definitions(s)], part, _name)
+    if not imports:
+        found = _counted([d for s in scopes for d in definitions(s)], last, _name)
+        if found:
+            return found
+    inside = [s for scope in scopes if not isinstance(scope, _FUNCTIONS) for s in scope.body]
+    return _counted(inside, last, _imported if imports else assigned)
+
+
+IMPORT = "import"
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def _counted(nodes: Sequence[Any], part: str, names: Callable[[Any], Container[str]]) -> list[Any]:
+    """The nodes that have the name of one part of a symbol."""
+    name, _, nth = part.partition("#")
+    found = [node for node in nodes if name in names(node)]
+    return found[int(nth) - 1 : int(nth)] if nth else found
+
+
+def _name(definition: Definition) -> tuple[str]:
+    return (definition.name,)
+
+
+def assigned(statement: ast.stmt) -> set[str]:
+    """The names that a statement assigns in its own scope."""
+    stored = (node for node in in_scope(statement) if isinstance(node, ast.Name))
+    return {node.id for node in stored if isinstance(node.ctx, ast.Store)}
+
+
+def _imported(statement: ast.stmt) -> set[str]:
+    inner = (n for n in in_scope(statement) if isinstance(n, ast.Import | ast.ImportFrom))
+    aliases = (alias for node in inner for alias in node.names)
+    return {(alias.asname or alias.name).partition(".")[0] for alias in aliases}
+
+
+def statement_symbols(tree: ast.Module) -> set[str]:
+    """The symbols of the statements directly in a module."""
+    statements = [one for one in tree.body if not isinstance(one, Definition)]
+    imports = {f"{IMPORT}.{name}" for one in statements for name in _imported(one)}
+    return imports.union(*map(assigned, statements))
+
+
+def in_scope(statement: ast.stmt) -> Iterator[ast.AST]:
+    """Yield the nodes of a statement, except those of definitions and comprehensions in it."""
+    pending: list[ast.AST] = [statement]
+    while pending:
+        node = pending.pop()
+        if not isinstance(node, _OWN_SCOPE):
+            yield node
+            pending += ast.iter_child_nodes(node)
+
+
+_OWN_SCOPE = (
+    *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda),
+    *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
+)
 
 
 def plain(symbol: str) -> str:
@@ -145,8 +212,8 @@ def plain(symbol: str) -> str:
     return _COUNT.sub("", symbol)
 
 
-def span(tree: ast.Module, text: Text, node: Definition) -> Span:
-    """The lines of a definition, from its first decorator to its last line."""
+def span(tree: ast.Module, text: Text, node: ast.stmt) -> Span:
+    """The lines of a symbol, from its first decorator to its last line."""
     start = first_line(node, text)
     end = node.end_lineno or node.lineno
     top = next(
@@ -167,13 +234,11 @@ def first_line(statement: ast.stmt, text: Text) -> int:
     return int(start)
 
 
-def shares_its_lines(text: Text, node: Definition, where: Span) -> bool:
-    """Whether other code is on the definition's lines, as in `if x: y; class A: pass`."""
-    head = text.lines[where.start]
-    lead = head[: len(head) - len(head.lstrip())]
-    if not node.decorator_list and not head.lstrip().startswith(("def", "async", "class")):
+def shares_its_lines(text: Text, node: ast.stmt, where: Span) -> bool:
+    """Whether other code is on the symbol's lines, as in `if x: y; z = 1` or `a = 1; b = 2`."""
+    head = text.lines[where.start].encode()
+    if not getattr(node, "decorator_list", None) and head[: node.col_offset].strip():
         return True
-    tail = text.lines[where.end - 1].rstrip("\r\n")
-    column = node.end_col_offset or 0
-    rest = tail.encode()[column:].decode(errors="replace").strip()
-    return bool(lead.strip()) or bool(rest and not rest.startswith(("#", ";")))
+    tail = text.lines[where.end - 1].encode()[node.end_col_offset or 0 :]
+    rest = tail.strip().removeprefix(b";").strip()
+    return bool(rest) and not rest.startswith(b"#")

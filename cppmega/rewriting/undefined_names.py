@@ -11,8 +11,8 @@ import ast
 from pyflakes import checker, messages
 
 
-def top_level(tree: ast.Module) -> set[str]:
-    """Names bound at the top level of a module, including those below if and try."""
+def top_level(tree: ast.Module | ast.ClassDef) -> set[str]:
+    """Names bound at the top level of a module or class, including those below if and try."""
     bound: set[str] = set()
     pending: list[ast.AST] = list(tree.body)
     while pending:

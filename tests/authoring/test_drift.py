@@ -44,6 +44,39 @@ def test_comments_docstrings_and_blank_lines_are_no_change(compare, tmp_path: Pa
     assert advised(found) == ("nothing", "")
 
 
+_TRIED = """\
+try:
+    import json
+
+    LIMIT = 4
+except ImportError:
+    LIMIT = 0
+"""
+
+
+def test_a_changed_statement_of_a_module(compare, tmp_path: Path) -> None:
+    one = page(
+        tmp_path / "pages",
+        _TRIED,
+        target=f"{FILE}:LIMIT",
+        edit='replacing("LIMIT = 4", "LIMIT = 5")',
+        patch='reached="never"',
+    )
+    found = compare(f"{_TRIED}\n{OLD}", f"import os\n\n{_TRIED}\n\n# as before\n", one)
+    assert only(found)[0].word == "same"
+
+
+def test_a_changed_field_of_a_class(compare, tmp_path: Path) -> None:
+    old, new = "class Sizes:\n    a: int = 1\n    b = 2\n", "class Sizes:\n    a: float = 1\n"
+    edit, target = 'replacing("1", "2")', f"{FILE}:Sizes.a"
+    one = page(tmp_path / "pages", "a: int = 1\n", target=target, edit=edit)
+    _, found = only(compare(old, new, one))
+    assert (found.word, found.fits) == ("changed", True)
+    assert [(c.old, c.new, c.meets) for c in found.changes] == [
+        (("a: int = 1",), ("a: float = 1",), "replaced")
+    ]
+
+
 def test_a_change_elsewhere_is_told_from_one_of_what_the_edit_replaces(
     compare, tmp_path: Path
 ) -> None:

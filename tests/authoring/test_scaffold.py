@@ -20,6 +20,8 @@ from tests.support import REPOSITORY, made
 
 pytestmark = pytest.mark.slow
 
+TWO = "megatron/core/two.py"
+
 
 def new(folder: Path, root: Path | None, *targets: str, name: str = "fresh") -> Path:
     tree = Tree(root) if root is not None else None
@@ -78,6 +80,22 @@ def test_a_page_for_another_package_names_it_and_its_version(
     assert found.name == "target-absent" and "liger-kernel 0.8.5" in found.what
 
 
+@pytest.mark.parametrize("symbol", ["LIMIT", "import.path", "Sizes.width"])
+def test_a_page_for_a_statement_carries_no_mark(
+    catalogue_folder: Path, tmp_path: Path, symbol: str
+) -> None:
+    text = "from os import path\n\nLIMIT = 1\n\n\nclass Sizes:\n    width: int = 1\n"
+    root = made.tree(tmp_path / "root", {TWO: text})
+    written = new(catalogue_folder, root, f"{TWO}:{symbol}")
+    lines = {"LIMIT": "LIMIT = 1", "import.path": "from os import path"}
+    old = lines.get(symbol, "width: int = 1")
+    page = written.read_text().replace('"TODO_old_code"', repr(old))
+    written.write_text(page.replace('"TODO_new_code"', repr(f"{old}\nmore = 2")))
+    assert overlay.apply(Session(root)).ok
+    assert f"{old}  # patched by cppmega: fresh\n" in (root / TWO).read_text()
+    assert overlay.revert(Session(root)).ok and (root / TWO).read_text() == text
+
+
 def test_what_is_there_is_not_overwritten(catalogue_folder: Path, tmp_path: Path) -> None:
     root = made.tree(tmp_path / "root")
     path = new(catalogue_folder, root, TARGET)
@@ -95,16 +113,15 @@ def test_what_is_there_is_not_overwritten(catalogue_folder: Path, tmp_path: Path
         ("megatron/core/thing.py:doubel", "target-absent", "megatron/core/thing.py:double"),
         ("megatron/thing.py:double", "target-absent", "megatron/core/thing.py:double"),
         ("megatron/core/thing.py", "bad-target", "megatron/core/transformer/mlp.py:MLP.forward"),
-        ("megatron/core/two.py:f", "target-ambiguous", ""),
-        ("megatron/core/two.py:LIMIT", "target-is-a-variable", "megatron/core/two.py:Kit.use"),
-        ("megatron/core/two.py:UNUSED", "target-is-a-variable", "a function or a class"),
+        ("megatron/core/two.py:f", "target-ambiguous", "two.py:f#1"),
+        ("megatron/core/two.py:LIMITS", "target-absent", "megatron/core/two.py:LIMIT"),
+        ("megatron/core/two.py:path", "target-absent", "megatron/core/two.py:import.path"),
     ],
 )
 def test_a_wrong_target_is_refused_with_the_nearest(
     catalogue_folder: Path, tmp_path: Path, target: str, name: str, hint: str
 ) -> None:
-    twice = "def f():\n    pass\n\n\ndef f():\n    pass\n\n\nLIMIT = UNUSED = 1\n"
-    twice += "\n\nclass Kit:\n    def use(self):\n        return LIMIT\n"
+    twice = "from os import path\n\nLIMIT = 1\n\n\n" + "def f():\n    pass\n\n\n" * 2
     root = made.tree(tmp_path / "root", {"megatron/core/two.py": twice})
     error = problem(catalogue_folder, root, target)
     assert error.name == name and hint in error.next

@@ -253,6 +253,13 @@ def test_its_text_is_compared_where_its_proof_cannot_run(prove) -> None:
 _LAYER = """\
 import dataclasses
 
+try:
+    import no_such_module
+
+    HAVE_NONE = True
+except ImportError:
+    HAVE_NONE = False
+
 
 class Layer:
     width = 1
@@ -271,6 +278,13 @@ class Sizes:
 def _class(symbol: str) -> str:
     (text,) = (t for t in _LAYER.split("\n\n\n") if f"class {symbol}:" in t)
     return text.rstrip() + "\n"
+
+
+_SOURCES = {
+    "Layer.forward": "def forward(self, x, by=1):\n    return x * self.width * by\n",
+    "Layer.depth": "depth = 1\n",
+    "HAVE_NONE": _LAYER[_LAYER.index("try:") : _LAYER.index("\n\nclass")],
+}
 
 
 @pytest.mark.parametrize(
@@ -294,16 +308,21 @@ def _class(symbol: str) -> str:
             "lambda node: definition_of(forward)(node)",
             "assert layer.Layer().forward(1) == 2",
         ),
+        (
+            "Layer.depth",
+            'inserting("height = 3", after="depth = 1")',
+            'assert getattr(layer.Layer, "height", 0) == 3',
+        ),
+        ("HAVE_NONE", 'replacing("False", "None")', "assert layer.HAVE_NONE is None"),
     ],
-    ids=["changed", "added", "removed", "field", "decorator", "default"],
+    ids=["changed", "added", "removed", "field", "decorator", "default", "beside", "block"],
 )
 def test_what_a_class_holds_can_be_proved(prove, symbol: str, edit: str, verify: str) -> None:
     """The mutant must lose it: it had the patched constant, and every proof of one failed."""
-    method = "def forward(self, x, by=1):\n    return x * self.width * by\n"
     proved = prove(
         files={"megatron/core/layer.py": _LAYER},
         target=f"megatron/core/layer.py:{symbol}",
-        source=method if symbol == "Layer.forward" else _class(symbol),
+        source=_SOURCES.get(symbol) or _class(symbol),
         edit=edit,
         patch='reached="never"',
         more="from cppmega.edits import definition_of\n\n"
