@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -55,11 +56,14 @@ def _start_here(validated: ValidatedLaunch) -> int:
 
 
 def _start_in_session(validated: ValidatedLaunch, name: str) -> int:
-    """Run in a tmux session, which exists before the run folder does: see `tmux.reserve`."""
-    with tmux.reserve(name) as session:
-        node = launch_folder.create(validated)
-        command = [sys.executable, "-m", "cppmega.launch.supervise", str(node.path)]
-        session.run([*command, *validated.torchrun], Path.cwd(), validated.environment)
+    """Run in a tmux session; without one, the new run folder is removed."""
+    node = launch_folder.create(validated)
+    command = [sys.executable, "-m", "cppmega.launch.supervise", str(node.path)]
+    try:
+        tmux.start(name, [*command, *validated.torchrun], Path.cwd(), validated.environment)
+    except CppmegaError:
+        shutil.rmtree(node.run.path if validated.request.nodes == 1 else node.path)
+        raise
     _await_start(node, name)
     print(node.run.path)
     runs = validated.request.runs

@@ -1,14 +1,13 @@
 """The operations of tmux that a launch needs.
 
 tmux expands formats, `#(shell command)` among them, in names of sessions and in the folder of `-c`,
-and passes a single word to a shell. So names are letters, digits, `-` and `_`, and the session
-reads its command from a private file whose folder it is told by a variable, which tmux does not
-expand (`cppmega.runs.tmux_session`).
+and passes a single word to a shell. A tmux server keeps the environment that it was started with,
+perhaps days ago in another virtual environment, and gives it to new sessions. So names are letters,
+digits, `-` and `_`, and a session reads folder, environment and command from a private file.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -16,12 +15,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cppmega.errors import CppmegaError
-from cppmega.runs import tmux_session
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 _NO_SERVER = ("no server running", "No such file or directory", "Connection refused")
@@ -29,8 +26,6 @@ _NO_SESSION = (
     *("can't find session", "session not found", "server exited"),
     "no current target",  # the server is ending after its last session
 )
-_ANSWERS = 120.0
-"""Seconds within which a new session must take its command."""
 
 
 def require(without: str) -> str:
@@ -108,61 +103,45 @@ def _exists_already(name: str) -> CppmegaError:
     )
 
 
-@contextlib.contextmanager
-def reserve(name: str) -> Iterator[Reserved]:
-    """Create a detached session that waits for its command, and ends if it receives none.
+_BECOME = """
+import json, os, sys
+with open(sys.argv[1]) as file:
+    order = json.load(file)
+os.unlink(sys.argv[1])
+kept = {name: os.environ[name] for name in order["kept"] if name in os.environ}
+os.chdir(order["folder"])
+os.execve(order["command"][0], order["command"], {**order["environment"], **kept})
+"""
+"""The first program of a session: it becomes the command of its launch."""
+_OF_TMUX = ("TMUX", "TMUX_PANE", "TERM", "TERM_PROGRAM", "TERM_PROGRAM_VERSION", "COLORTERM")
 
-    It exists before anything of the run is written: if two launches ask for one name at the same
-    time, tmux itself decides which one gets it.
+
+def start(name: str, command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
+    """Run a command in a new detached session, with exactly that environment.
+
+    If two launches ask for one name at the same time, tmux decides which one gets it.
 
     Raises:
         CppmegaError: `session-exists`, `session-not-started`.
     """
-    with tempfile.TemporaryDirectory(prefix="cppmega-", ignore_cleanup_errors=True) as place:
-        words = [sys.executable, "-I", tmux_session.__file__, str(os.getpid())]
-        variable = f"{tmux_session.PLACE}={place}"
-        created = _tmux("new-session", "-d", "-s", name, "-e", variable, *words)
-        if created.returncode:
-            duplicate = "duplicate session" in created.stderr
-            raise _exists_already(name) if duplicate else _not_started(name, created.stderr.strip())
-        session = Reserved(name, Path(place))
-        try:
-            yield session
-        finally:
-            if not session.started:
-                _tmux("kill-session", "-t", f"={name}")
-
-
-class Reserved:
-    """A session without a command."""
-
-    def __init__(self, name: str, place: Path) -> None:
-        self.name, self.place = name, place
-        self.started = False
-
-    def run(self, command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
-        """Let it become a command, with exactly that environment.
-
-        Raises:
-            CppmegaError: `session-not-started`.
-        """
-        order = {"command": [*command], "folder": str(folder), "environment": {**environment}}
-        file, deadline = self.place / tmux_session.ORDER, time.monotonic() + _ANSWERS
-        try:
-            new = file.with_suffix(".new")
-            new.touch(0o600)
-            new.write_text(json.dumps(order))
-            new.replace(file)
-        except OSError as error:
-            raise _not_started(self.name, f"{error.strerror}") from None
-        while file.exists():
-            if not exists(self.name):
-                raise _not_started(self.name, "it ended immediately")
-            if time.monotonic() > deadline:
-                reason = f"it did not take its command within {_ANSWERS:.0f} s"
-                raise _not_started(self.name, reason)
-            time.sleep(0.05)
-        self.started = True
+    order = {
+        "command": [*command],
+        "folder": str(folder),
+        "environment": {**environment},
+        "kept": _OF_TMUX,
+    }
+    try:
+        descriptor, file = tempfile.mkstemp(prefix="cppmega-")  # which only this user can read
+        with os.fdopen(descriptor, "w") as opened:
+            json.dump(order, opened)
+    except OSError as error:
+        raise _not_started(name, f"{error.strerror}") from None
+    words = [sys.executable, "-I", "-c", _BECOME, file]
+    created = _tmux("new-session", "-d", "-s", name, *words)
+    if created.returncode:
+        Path(file).unlink(missing_ok=True)
+        duplicate = "duplicate session" in created.stderr
+        raise _exists_already(name) if duplicate else _not_started(name, created.stderr.strip())
 
 
 def _not_started(name: str, reason: str) -> CppmegaError:

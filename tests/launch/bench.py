@@ -167,8 +167,7 @@ class Bench:
     def start_in_tmux(self, run: Run) -> None:
         """As `cppmega launch --tmux` does."""
         command = [sys.executable, "-m", "cppmega.launch.supervise", str(run.nodes()[0].path)]
-        with tmux.reserve(run.outline.tmux) as session:
-            session.run(command, self.folder, self.environment)
+        tmux.start(run.outline.tmux, command, self.folder, self.environment)
 
 
 def ready(run: Run) -> bool:

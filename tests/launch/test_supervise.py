@@ -11,14 +11,17 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from cppmega.errors import CppmegaError
 from cppmega.host import process
+from cppmega.launch import start
 from cppmega.launch.supervise import Supervisor
 from cppmega.runs import control as run_control
-from cppmega.runs import failures, listing, logs, tmux, tmux_session
+from cppmega.runs import failures, listing, logs, tmux
 from cppmega.runs.folder import Node, Run
 from tests.launch.bench import (
     Bench,
@@ -138,9 +141,8 @@ def test_tmux_runs_nothing_that_a_folder_or_an_argument_is_called(
         "Path(sys.argv[2]).write_text(json.dumps(found)); time.sleep(2)"
     )
     seen = bench.folder / "seen"
-    with tmux.reserve("here") as session:
-        command = [sys.executable, "-c", script, words, str(seen)]
-        session.run(command, folder, {**bench.environment, "MARK": words})
+    command = [sys.executable, "-c", script, words, str(seen)]
+    tmux.start("here", command, folder, {**bench.environment, "MARK": words})
     deadline = time.monotonic() + PATIENCE
     while not (seen.exists() and seen.read_text()):
         assert time.monotonic() < deadline
@@ -148,34 +150,27 @@ def test_tmux_runs_nothing_that_a_folder_or_an_argument_is_called(
     word, place, variable, names = json.loads(seen.read_text())
     assert (word, place, variable) == (words, str(folder), words)
     assert {"TMUX", "TMUX_PANE"} <= set(names) and "TMUX_TMPDIR" not in names
-    assert not session.place.exists() and tmux_session.PLACE not in names
+    assert not [*bench.folder.glob("cppmega-*")], "no environment is left"
     subprocess.run(["tmux", "display-message", "-p", "-t", "here", "#{pane_current_path}"])
     time.sleep(0.5)  # tmux runs such commands in its own time
     assert not mark.exists()
 
 
 @needs_tmux
-def test_two_launches_for_one_name_and_one_that_is_given_up(bench: Bench) -> None:
-    """tmux decides who has it; a session without a command ends, and no environment is left."""
-    with tmux.reserve("mine") as session:
-        assert tmux.exists("mine") and not session.place.stat().st_mode & 0o77
-        with pytest.raises(CppmegaError, match="session-exists"), tmux.reserve("mine"):
-            pass
-        assert tmux.exists("mine"), "the other launch did not take it away"
-    until_gone = time.monotonic() + PATIENCE
-    while tmux.exists("mine"):
-        assert time.monotonic() < until_gone
-    reserve = (
-        "import os; from cppmega.runs import tmux;"
-        "session = tmux.reserve('killed'); session.__enter__(); os.kill(os.getpid(), 9)"
-    )
-    environment = {**bench.environment, "TMUX_TMPDIR": str(bench.folder)}
-    subprocess.run([sys.executable, "-c", reserve], env=environment)
-    until_gone = time.monotonic() + PATIENCE
-    while tmux.exists("killed"):
-        assert time.monotonic() < until_gone
-        time.sleep(0.05)
-    assert not [path for path in bench.folder.iterdir() if "session" in path.name]
+def test_a_launch_without_its_session_leaves_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two launches may ask for one name at the same time: tmux decides who has it."""
+    sleeping = [sys.executable, "-c", "import time; time.sleep(60)"]
+    tmux.start("mine", sleeping, bench.folder, bench.environment)
+    run = bench.run("second", "long", session="mine")
+    monkeypatch.setattr(start.launch_folder, "create", lambda validated: run.nodes()[0])
+    request = SimpleNamespace(nodes=1, runs=bench.runs)
+    validated: Any = SimpleNamespace(torchrun=(), environment={}, request=request)
+    with pytest.raises(CppmegaError, match="session-exists"):
+        start._start_in_session(validated, "mine")
+    assert tmux.exists("mine") and not run.path.exists()
+    assert len([*bench.folder.glob("cppmega-*")]) <= 1, "that of the first, if it is not read yet"
 
 
 @needs_tmux
