@@ -289,6 +289,116 @@ def test_equal_fingerprints_mean_equal_code(one: Module, two: Module) -> None:
         assert code_one == code_two
 
 
+# -- edits of calls, signatures and statements, applied and taken back ----------------------------
+
+_POSITIONAL = ("x", "'é, )'", "f(1, x=2)", "[y,\n 2]")
+_KEYWORDS = ("a=x", "b='x, b=1'", "c=f(\n  c=1)", "d=lambda c: c")
+_STATEMENTS_OF_A_MODULE = {
+    "LIMIT": ("LIMIT = 1", "LIMIT: int = (\n  1\n)", "LIMIT = f(x, limit=1)  # as it is"),
+    "FLAG": (
+        "try:\n    import one  # why\n    FLAG = 1\nexcept ImportError:\n    FLAG = 0",
+        "if x:\n    FLAG = 1\n\n    # no\nelse:\n    FLAG = 0",
+    ),
+    "import.path": ("from os import path", "from os import (\n    path,  # why\n    sep,\n)"),
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A text, an edit of it in the code of a page, and what the text must become."""
+
+    before: str
+    symbol: str
+    edit: str
+    old: str
+    """The part of the text in which alone something may change."""
+    tree: str
+    """The syntax tree of the result."""
+
+
+@st.composite
+def listed(draw: st.DrawFn, items: list[str]) -> str:
+    """Items of a list with commas, on one line or on several."""
+    comma = draw(st.sampled_from((", ", ",", " ,  ", ",\n    ", ",  # why\n  ")))
+    last = draw(st.sampled_from(("", ",", ",  # why\n"))) if items else ""
+    return draw(st.sampled_from(("", " ", "\n    "))) + comma.join(items) + last
+
+
+@st.composite
+def changes(draw: st.DrawFn) -> Change:
+    """One edit of a call, a signature or a statement, in some module."""
+    kind = draw(st.sampled_from(("argument", "deletion", "parameter", "statement")))
+    top = [text for text in _FILLER if "\f" not in text]
+    filler = [_lines(draw(st.lists(st.sampled_from(top), max_size=2))) for _ in range(2)]
+    head, tail = ("".join(f"{line.lstrip(_ZERO)}\n" for line in lines) for lines in filler)
+    if kind == "statement":
+        symbol = draw(st.sampled_from(tuple(_STATEMENTS_OF_A_MODULE)))
+        old = draw(st.sampled_from(_STATEMENTS_OF_A_MODULE[symbol]))
+        where = draw(st.sampled_from(("before", "after")))
+        edit = f"inserting('new = 0', {where}={old!r})"
+        new = f"new = 0\n{old}" if where == "before" else f"{old}\nnew = 0"
+        return Change(f"{head}{old}\n{tail}", symbol, edit, old, f"{head}{new}\n{tail}")
+    if kind == "parameter":
+        names = ["a=1", "b: int = 2", "c=(3,\n 4)"][: draw(st.integers(0, 3))]
+        items = [*names, *(["*", "d=4"] if draw(st.booleans()) else [])]
+        places = [at for at, item in enumerate(items) if item != "*"]
+    else:
+        items = draw(st.lists(st.sampled_from(_POSITIONAL), max_size=2))
+        first = len(items)
+        items += draw(st.lists(st.sampled_from(_KEYWORDS), unique=True, max_size=3))
+        places = list(range(first, len(items)))
+    place = draw(st.sampled_from(places)) if places else None
+    if kind == "deletion":
+        gone = place if place is not None else len(items)
+        items += ["z=0"] if place is None else []
+        edit, new = f"replacing({items[gone]!r}, '')", items[:gone] + items[gone + 1 :]
+    else:
+        call = "adding_argument('g', 'new=1'" if kind == "argument" else "adding_parameter('new=1'"
+        after, at = draw(st.booleans()), len(items)
+        if place is not None and draw(st.booleans()):
+            name = re.split(r"\W", items[place])[0]
+            call, at = f"{call}, {'after' if after else 'before'}={name!r}", place + after
+        edit, new = f"{call})", [*items[:at], "new=1", *items[at:]]
+    text = draw(listed(items))
+    if kind == "parameter":
+        old, right = f"def t({text}):", f"def t({', '.join(new)}):"
+    else:
+        lines = draw(st.sampled_from(("g({})", "x = [g({}),  # é\n y]", "if g({}): pass")))
+        old, right = (f"def t(f=1):\n    {lines.format(a)}" for a in (text, ", ".join(new)))
+    body = "\n    # last\n    return 1\n"
+    return Change(f"{head}{old}{body}{tail}", "t", edit, old, f"{head}{right}{body}{tail}")
+
+
+@pytest.fixture(scope="module")
+def tried() -> Iterator[Lab]:
+    folder = Path(tempfile.mkdtemp(prefix="cppmega-property-"))
+    with pytest.MonkeyPatch.context() as patch:
+        yield Lab(folder, patch)
+    shutil.rmtree(folder)
+
+
+@given(change=changes(), newline=st.sampled_from(("\n", "\r\n")))
+@QUICK
+def test_edit_changes_its_place_and_can_be_taken_back(
+    tried: Lab, change: Change, newline: str
+) -> None:
+    shutil.rmtree(tried.root, ignore_errors=True)
+    names = "f = g = x = y = payload = None\n"
+    before = (names + change.before).replace("\n", newline)
+    tried.files = {**FILES, A: before.encode()}
+    tried.page(target=f"{A}:{change.symbol}", edit=change.edit, reached="never")
+    tried.wheel()
+    assert tried.apply().ok, change
+    text = _OURS.sub("", (tried.root / A).read_bytes().decode())
+    assert ast.dump(ast.parse(text)) == ast.dump(ast.parse(names + change.tree)), change
+    start = before.index(change.old.replace("\n", newline))
+    assert text.startswith(before[:start]), change
+    assert text.endswith(before[start + len(change.old.replace("\n", newline)) :]), change
+    assert not tried.apply().changed
+    assert tried.revert().ok
+    tried.pristine()
+
+
 # -- the whole engine on damaged files ------------------------------------------------------------
 
 
