@@ -1,7 +1,7 @@
 """The kernels as a library: no patch, no Megatron, and of this package only `cppmega.ops`.
 
-Importing this needs torch and packaging, and running a kernel Triton. On a CPU, with or without Triton, the
-plain torch that defines each result computes it. `docs/kernels.md` has an example of
+Importing this needs torch and packaging, and running a kernel Triton. On a CPU, with or without
+Triton, the plain torch that defines each result computes it. `docs/kernels.md` has an example of
 each, with shapes, types, GPUs and errors.
 """
 

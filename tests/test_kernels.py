@@ -10,7 +10,8 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
+
+from tests.support import distributions
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGE = (REPOSITORY / "docs" / "kernels.md").read_text()
@@ -44,10 +45,8 @@ def test_kernels_alone_are_a_wheel(tmp_path: Path) -> None:
     subprocess.run(install, check=True)
     (given,) = metadata.distributions(name="cppmega-kernels", path=[str(site)])
     assert given.requires == ["packaging>=23", "torch>=2.7"]
-    needed = required("packaging") | required("torch") - {"triton"}
-    installed = (file for name in needed for file in metadata.files(name) or ())
-    for top in {file.parts[0] for file in installed if ".." not in file.parts}:
-        (site / top).symlink_to(next(Path(p, top) for p in sys.path if Path(p, top).exists()))
+    needed = distributions.required("packaging") | distributions.required("torch") - {"triton"}
+    distributions.link(needed, site)
     done = subprocess.run(
         [sys.executable, "-S", "-c", "\n".join(code for _, code in EXAMPLES)],
         env={"PATH": os.environ["PATH"], "PYTHONPATH": str(site)},
@@ -57,19 +56,3 @@ def test_kernels_alone_are_a_wheel(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-
-
-def required(name: str) -> set[str]:
-    """A distribution and what it requires here, directly or through others."""
-    found, pending = set[str](), [name]
-    while pending:
-        one = pending.pop()
-        if one in found:
-            continue
-        try:
-            requirements = map(Requirement, metadata.requires(one) or ())
-        except metadata.PackageNotFoundError:
-            continue  # of a GPU
-        found.add(one)
-        pending += [each.name for each in requirements if not each.marker or each.marker.evaluate()]
-    return found
