@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import bisect
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from heapq import nlargest
 from typing import Any
 
-from cppmega.runs.profile import (
-    OTHER,
-    Gap,
-    KernelTotal,
-    KindTotal,
-    Profile,
-    StepTime,
-    Wait,
-)
+from cppmega.runs.profile import OTHER, Gap, KernelTotal, KindTotal, Profile, StepTime, Wait
 from cppmega.training import timeline
 from cppmega.training.kernel_kinds import Kinds
 from cppmega.training.timeline import Idle
@@ -25,18 +18,6 @@ _LONGEST_KERNELS = 10
 _LONGEST_GAPS = 10
 _NANOSECONDS = 1e6
 """Nanoseconds in a millisecond."""
-
-
-@dataclass(slots=True)
-class _Sum:
-    own: int = 0
-    summed: int = 0
-    launches: int = 0
-
-    def add(self, own: int, work: Work) -> None:
-        self.own += own
-        self.summed += work.span.end - work.span.start
-        self.launches += 1
 
 
 def profile_of(trace: Trace, first_step: int, **facts: Any) -> Profile:
@@ -53,16 +34,16 @@ def profile_of(trace: Trace, first_step: int, **facts: Any) -> Profile:
     kinds = Kinds(trace)
     own = timeline.own_times(work, start, end, kinds.in_background)
     idle = list(timeline.gaps(work, start, end))
-    busy, waiting = sum(own), sum(gap.end - gap.start for gap in idle)
+    waiting = sum(gap.end - gap.start for gap in idle)
     stops = [span for span in trace.synchronizations if start <= span.start < end]
     if stops and stops[-1].name == "cudaDeviceSynchronize":
         stops.pop()  # the profiler's own time
-    steps = _Steps(windows, first_step)
+    longest = nlargest(_LONGEST_GAPS, idle, key=lambda gap: gap.end - gap.start)
     return Profile(
         device=trace.device,
-        steps=steps.times(work, idle),
+        steps=_steps(windows, first_step, work, idle),
         step_ms=_ms(end - start, count),
-        busy_ms=_ms(busy, count),
+        busy_ms=_ms(sum(own), count),
         waiting_ms=_ms(waiting, count),
         waiting_share=waiting / (end - start),
         launches=len(work) / count,
@@ -70,7 +51,7 @@ def profile_of(trace: Trace, first_step: int, **facts: Any) -> Profile:
         synchronizing_ms=_ms(sum(span.end - span.start for span in stops), count),
         kinds=_kinds(work, own, kinds, end - start, count),
         waits=_waits(idle, trace, count),
-        gaps=tuple(steps.gap(gap, trace) for gap in _longest(idle)),
+        gaps=tuple(_gap(gap, windows, first_step, trace) for gap in longest),
         **facts,
     )
 
@@ -79,89 +60,82 @@ def _ms(nanoseconds: int, count: int = 1) -> float:
     return nanoseconds / _NANOSECONDS / count
 
 
-@dataclass(frozen=True, slots=True)
-class _Steps:
-    windows: list[Span]
-    first: int
+def _step_of(windows: Sequence[Span], time: int) -> int:
+    """The index of the step in which an instant is; the first one if it is before."""
+    return max(bisect.bisect_right(windows, time, key=lambda window: window.start) - 1, 0)
 
-    def times(self, work: Sequence[Work], idle: Sequence[Idle]) -> tuple[StepTime, ...]:
-        """Each step, with what runs and starts in it."""
-        return tuple(
-            StepTime(
-                step=self.first + at,
-                ms=_ms(window.end - window.start),
-                busy_ms=_ms(window.end - window.start - _inside(idle, window)),
-                launches=sum(self.step_of(one.span.start) == at for one in work),
-            )
-            for at, window in enumerate(self.windows)
+
+def _steps(
+    windows: Sequence[Span], first: int, work: Sequence[Work], idle: Sequence[Idle]
+) -> tuple[StepTime, ...]:
+    """Each step, with what runs and starts in it."""
+    launches = Counter(_step_of(windows, one.span.start) for one in work)
+    waiting: Counter[int] = Counter()
+    for gap in idle:
+        for at, window in enumerate(windows):
+            waiting[at] += max(min(gap.end, window.end) - max(gap.start, window.start), 0)
+    return tuple(
+        StepTime(
+            step=first + at,
+            ms=_ms(window.end - window.start),
+            busy_ms=_ms(window.end - window.start - waiting[at]),
+            launches=launches[at],
         )
-
-    def step_of(self, time: int) -> int:
-        """The index of the step in which an instant is; the first one if it is before."""
-        return max(sum(window.start <= time for window in self.windows) - 1, 0)
-
-    def gap(self, idle: Idle, trace: Trace) -> Gap:
-        """A gap, which may extend into the next step."""
-        at = self.step_of(idle.start)
-        host = sorted(timeline.explained(idle, trace).items(), key=lambda item: -item[1])
-        return Gap(
-            step=self.first + at,
-            at_ms=_ms(idle.start - self.windows[at].start),
-            ms=_ms(idle.end - idle.start),
-            before=idle.before.span.name if idle.before else "",
-            after=idle.after.span.name if idle.after else "",
-            host={name: _ms(time) for name, time in host},
-        )
+        for at, window in enumerate(windows)
+    )
 
 
-def _inside(idle: Sequence[Idle], window: Span) -> int:
-    """The nanoseconds of a window in which nothing runs."""
-    parts = (min(gap.end, window.end) - max(gap.start, window.start) for gap in idle)
-    return sum(part for part in parts if part > 0)
-
-
-def _longest(idle: Sequence[Idle]) -> list[Idle]:
-    return sorted(idle, key=lambda gap: gap.start - gap.end)[:_LONGEST_GAPS]
+def _gap(idle: Idle, windows: Sequence[Span], first: int, trace: Trace) -> Gap:
+    """A gap, which may extend into the next step."""
+    at = _step_of(windows, idle.start)
+    return Gap(
+        step=first + at,
+        at_ms=_ms(idle.start - windows[at].start),
+        ms=_ms(idle.end - idle.start),
+        before=idle.before.span.name if idle.before else "",
+        after=idle.after.span.name if idle.after else "",
+        host={name: _ms(time) for name, time in timeline.explained(idle, trace).most_common()},
+    )
 
 
 def _kinds(
-    work: Sequence[Work], own: Sequence[int], kinds_of: Kinds, window: int, count: int
+    work: Sequence[Work], own: Sequence[int], kinds: Kinds, window: int, count: int
 ) -> tuple[KindTotal, ...]:
-    kinds: dict[str, _Sum] = defaultdict(_Sum)
-    kernels: dict[str, dict[str, _Sum]] = defaultdict(lambda: defaultdict(_Sum))
+    # By kind, and by kind and kernel.
+    times: Counter[tuple[str, ...]] = Counter()
+    launches: Counter[tuple[str, ...]] = Counter()
+    summed: Counter[str] = Counter()
     for one, time in zip(work, own, strict=True):
-        kind = kinds_of.of(one)
-        kinds[kind].add(time, one)
-        kernels[kind][one.span.name].add(time, one)
-    return tuple(
-        KindTotal(
+        kind = kinds.of(one)
+        for key in ((kind,), (kind, one.span.name)):
+            times[key] += time
+            launches[key] += 1
+        summed[kind] += one.span.end - one.span.start
+    longest = times.most_common()
+    totals = []
+    for (kind,), time in [pair for pair in longest if len(pair[0]) == 1]:
+        kernels = [
+            KernelTotal(name=key[1], ms=_ms(ns, count), launches=launches[key] / count)
+            for key, ns in longest
+            if len(key) == 2 and key[0] == kind
+        ]
+        total = KindTotal(
             kind=kind,
-            ms=_ms(total.own, count),
-            share=total.own / window,
-            summed_ms=_ms(total.summed, count),
-            launches=total.launches / count,
-            kernels=_kernels(kernels[kind], count, None if kind == OTHER else _LONGEST_KERNELS),
+            ms=_ms(time, count),
+            share=time / window,
+            summed_ms=_ms(summed[kind], count),
+            launches=launches[kind,] / count,
+            kernels=tuple(kernels if kind == OTHER else kernels[:_LONGEST_KERNELS]),
         )
-        for kind, total in sorted(kinds.items(), key=lambda item: -item[1].own)
-    )
-
-
-def _kernels(totals: dict[str, _Sum], count: int, how_many: int | None) -> tuple[KernelTotal, ...]:
-    longest = sorted(totals.items(), key=lambda item: -item[1].own)[:how_many]
-    return tuple(
-        KernelTotal(name=name, ms=_ms(total.own, count), launches=total.launches / count)
-        for name, total in longest
-    )
+        totals.append(total)
+    return tuple(totals)
 
 
 def _waits(idle: Sequence[Idle], trace: Trace, count: int) -> tuple[Wait, ...]:
-    times: dict[str, int] = defaultdict(int)
-    gaps: dict[str, int] = defaultdict(int)
-    for gap in idle:
-        for name, time in timeline.explained(gap, trace).items():
-            times[name] += time
-            gaps[name] += 1
+    each = [timeline.explained(gap, trace) for gap in idle]
+    times = sum(each, Counter[str]())
+    gaps = Counter(name for found in each for name in found)
     return tuple(
         Wait(host=name, ms=_ms(time, count), gaps=gaps[name] / count)
-        for name, time in sorted(times.items(), key=lambda item: -item[1])
+        for name, time in times.most_common()
     )

@@ -7,7 +7,7 @@ which several kernels run belongs to one of them, so that the kernels add up to 
 from __future__ import annotations
 
 import bisect
-import heapq
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -47,29 +47,28 @@ def own_times(
     """
     own = [0] * len(work)
     order = sorted(range(len(work)), key=lambda at: work[at].span.start)
-    running: list[tuple[bool, int, int]] = []
-    now = start
-    for at in order:
-        begins = min(max(work[at].span.start, start), end)
-        now = _advance(running, work, own, now, begins)
-        heapq.heappush(running, (background(work[at]), work[at].span.start, at))
-    _advance(running, work, own, now, end)
+    taken: list[tuple[int, int, int]] = []
+    """Of the foreground: begin, end, and the time that it has taken before."""
+
+    def of_foreground(time: int) -> int:
+        at = bisect.bisect_right(taken, time, key=lambda one: one[0]) - 1
+        return taken[at][2] + min(time, taken[at][1]) - taken[at][0] if at >= 0 else 0
+
+    busy = 0
+    for is_background in (False, True):
+        now = start
+        for at in [at for at in order if background(work[at]) == is_background]:
+            begins, ends = max(work[at].span.start, now), min(work[at].span.end, end)
+            if begins >= ends:
+                continue
+            now = ends
+            if is_background:
+                own[at] = ends - begins - (of_foreground(ends) - of_foreground(begins))
+            else:
+                own[at] = ends - begins
+                taken.append((begins, ends, busy))
+                busy += ends - begins
     return own
-
-
-def _advance(
-    running: list[tuple[bool, int, int]], work: Sequence[Work], own: list[int], now: int, until: int
-) -> int:
-    """Assign the time up to an instant to the work that is running; returns the instant."""
-    while running and now < until:
-        at = running[0][2]
-        stop = min(work[at].span.end, until)
-        if stop > now:
-            own[at] += stop - now
-            now = stop
-        if work[at].span.end <= now:
-            heapq.heappop(running)
-    return until
 
 
 def gaps(work: Sequence[Work], start: int, end: int) -> Iterator[Idle]:
@@ -86,35 +85,23 @@ def gaps(work: Sequence[Work], start: int, end: int) -> Iterator[Idle]:
         yield Idle(now, end, before, None)
 
 
-def explained(idle: Idle, trace: Trace) -> dict[str, int]:
+def explained(idle: Idle, trace: Trace) -> Counter[str]:
     """What the host did in a gap -> nanoseconds; they add up to the gap.
 
     The host is the thread that launched the next kernel, and the training loop's after the last.
     """
-    after = idle.after
-    thread = after.thread if after is not None and after.launched is not None else trace.thread
-    until = idle.end
+    after, thread, until = idle.after, trace.thread, idle.end
     if after is not None and after.launched is not None:
-        until = min(max(after.launched, idle.start), idle.end)
-    found = _spent(trace.host.get(thread, ()), idle.start, until)
-    if until < idle.end:
-        found[LAUNCHED] = idle.end - until
-    return found
-
-
-def _spent(host: Sequence[Span], start: int, end: int) -> dict[str, int]:
-    found: dict[str, int] = {}
-    first = bisect.bisect_left(host, start, key=lambda span: span.end)
-    now = start
-    for span in host[first:]:
-        if span.start >= end:
+        thread, until = after.thread, min(max(after.launched, idle.start), idle.end)
+    host, found = trace.host.get(thread, ()), Counter[str]()
+    now = idle.start
+    for span in host[bisect.bisect_left(host, now, key=lambda span: span.end) :]:
+        if span.start >= until:
             break
-        begins, ends = max(span.start, now), min(span.end, end)
-        if begins > now:
-            found[PYTHON] = found.get(PYTHON, 0) + begins - now
-        if ends > begins:
-            found[span.name] = found.get(span.name, 0) + ends - begins
+        begins, ends = max(span.start, now), min(span.end, until)
+        found[PYTHON] += max(begins - now, 0)
+        found[span.name] += max(ends - begins, 0)
         now = max(now, ends)
-    if now < end:
-        found[PYTHON] = found.get(PYTHON, 0) + end - now
-    return found
+    found[PYTHON] += until - now
+    found[LAUNCHED] += idle.end - until
+    return +found
