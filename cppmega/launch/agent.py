@@ -15,10 +15,9 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-import msgspec
 from msgspec import structs
 
-from cppmega.host import durable, env, json_text, process
+from cppmega.host import durable, env, process
 from cppmega.host.process import end_with_parent
 from cppmega.launch.agent_watch import Watch
 from cppmega.runs import json_file, liveness
@@ -31,24 +30,6 @@ ORPHANS = 60.0
 _SEEN = 5.0
 """Seconds within which torchrun notices a killed rank, even on a busy host; it itself kills a rank
 no sooner than thirty seconds after another one failed."""
-
-
-class _Details(msgspec.Struct, frozen=True):
-    """The part of an error file that `rank.error_file` and torchrun write."""
-
-    py_callstack: str = ""
-    time: float | None = None
-
-
-class _Message(msgspec.Struct, frozen=True):
-    message: str = ""
-    details: _Details = msgspec.field(default=_Details(), name="extraInfo")
-
-
-class _ErrorFile(msgspec.Struct, frozen=True):
-    """The error file of a rank."""
-
-    message: _Message | str
 
 
 def main() -> NoReturn:
@@ -159,28 +140,24 @@ def first(failures: dict[int, Any]) -> Failure:
 
 
 def _time(failure: Any) -> float:
-    exact = _error_file(failure).details.time
+    exact = _details(failure).get("time")
     if exact is not None:
-        return exact
+        return float(exact)
     killed = failure.exitcode == -signal.SIGKILL
     return float(failure.timestamp) - (_SEEN if killed else 0)
 
 
 def _message(failure: Any) -> str:
-    error = _error_file(failure)
-    return error.details.py_callstack or error.message
+    details = _details(failure)
+    return str(details.get("py_callstack") or details.get("message", ""))
 
 
-def _error_file(failure: Any) -> _Message:
+def _details(failure: Any) -> dict[str, Any]:
     """The error that the rank wrote; empty if a signal ended it or it exited by itself."""
-    try:
-        raw = json_text.read(Path(failure.error_file))
-    except (OSError, ValueError, TypeError):
-        return _Message()
-    record = json_file.decode(raw, _ErrorFile)
-    if record is None:
-        return _Message()
-    return _Message(record.message) if isinstance(record.message, str) else record.message
+    message = json_file.read_object(Path(failure.error_file)).get("message", "")
+    if not isinstance(message, dict):
+        return {"message": message}
+    return {"message": message.get("message", ""), **(message.get("extraInfo") or {})}
 
 
 if __name__ == "__main__":

@@ -164,7 +164,13 @@ def check(name: str, recipe: Recipe | None, old: Earlier) -> None:
             `run-still-running`, `nothing-to-do`.
     """
     run = old.run
-    _refuse_other_recipe(name, run)
+    if name != run.outline.recipe.name:
+        raise CppmegaError(
+            "checkpoint-of-another-recipe",
+            f"{run.name} is a run of {run.outline.recipe.name}, not of {name}.",
+            "Its checkpoint is another model's, or the record of it would be another recipe's.",
+            f"cppmega launch --resume {run.word}",
+        )
     if recipe is not None:
         _refuse_other_model(recipe, old)
     if run.state() in run_folder.LIVE:
@@ -175,7 +181,15 @@ def check(name: str, recipe: Recipe | None, old: Earlier) -> None:
             f"cppmega stop {run.word}",
         )
     if run.checkpoint() is None:
-        raise _nothing_to_resume(run)
+        origin = run.outline.resumes
+        raise CppmegaError(
+            "nothing-to-do",
+            f"{run.name} ({run.state()}) has no complete checkpoint in {run.checkpoints}.",
+            "A fresh start would be recorded as a resumed run.",
+            f"--resume {origin}, which it had resumed"
+            if origin
+            else "launch without --resume for a fresh start",
+        )
 
 
 def report(
@@ -237,28 +251,6 @@ def _by_name(words: Sequence[str]) -> dict[str, list[Option]]:
     for option in command_words.read(words):
         groups.setdefault(option.name, []).append(option)
     return groups
-
-
-def _nothing_to_resume(old: Run) -> CppmegaError:
-    origin = old.outline.resumes
-    return CppmegaError(
-        "nothing-to-do",
-        f"{old.name} ({old.state()}) has no complete checkpoint in {old.checkpoints}.",
-        "A fresh start would be recorded as a resumed run.",
-        f"--resume {origin}, which it had resumed"
-        if origin
-        else "launch without --resume for a fresh start",
-    )
-
-
-def _refuse_other_recipe(name: str, old: Run) -> None:
-    if name != old.outline.recipe.name:
-        raise CppmegaError(
-            "checkpoint-of-another-recipe",
-            f"{old.name} is a run of {old.outline.recipe.name}, not of {name}.",
-            "Its checkpoint is another model's, or the record of it would be another recipe's.",
-            f"cppmega launch --resume {old.word}",
-        )
 
 
 def _refuse_other_model(recipe: Recipe, old: Earlier) -> None:

@@ -11,7 +11,7 @@ from typing import NoReturn
 from cppmega.errors import CppmegaError
 from cppmega.host import console, process
 from cppmega.runs import failures, listing, liveness, tmux
-from cppmega.runs.folder import LIVE, MEANING, Node, Run, RunState
+from cppmega.runs.folder import LIVE, MEANING, Node, Run
 
 _PERIOD = 0.2
 
@@ -22,46 +22,39 @@ def attach(run: Run) -> NoReturn:
     Raises:
         CppmegaError: `run-ended`, `not-in-tmux`, `run-elsewhere`, `no-terminal`, `no-tmux`.
     """
-    name, state = run.outline.tmux, run.state()
-    if state not in LIVE:
+    name = run.outline.tmux
+    if run.state() not in LIVE:
         failure = failures.first_failure(run)
-        raise CppmegaError(
-            "run-ended",
-            f"{run.name} is {state}: {MEANING[state]}." + (f" {failure}" if failure else ""),
-            "Its session has ended with it.",
-            f"cppmega logs {run.word}",
-        )
+        why = f"Its session has ended with it. {failure}".strip()
+        raise _ended(run, why, f"cppmega logs {run.word}")
     node = _here(run, f"cppmega attach {run.word}")
+    follow = f"cppmega logs -f {run.word}"
     if not name:
         raise CppmegaError(
             "not-in-tmux",
             f"{run.name} was launched without --tmux.",
             "It runs in the terminal that launched it.",
-            f"cppmega logs -f {run.word}",
+            follow,
         )
-    tmux.require(f"cppmega logs -f {run.word}")
+    tmux.require(follow)
     if not tmux.exists(name):
-        raise _session_gone(run, name, node)
+        status = node.status()
+        pid = status.pid if status is not None else "in charge"
+        raise CppmegaError(
+            "session-not-started",
+            f"The tmux session {name} does not exist; process {pid} continues.",
+            "The tmux server was ended, or belongs to another user.",
+            follow,
+        )
     if not sys.stdin.isatty():
         raise CppmegaError(
             "no-terminal",
             "Standard input is not a terminal.",
             "tmux needs one to draw on.",
-            f"cppmega logs -f {run.word}",
+            follow,
         )
     tmux.attach(name)
     raise AssertionError("tmux has replaced this process")
-
-
-def _session_gone(run: Run, name: str, node: Node) -> CppmegaError:
-    status = node.status()
-    pid = status.pid if status is not None else "in charge"
-    return CppmegaError(
-        "session-not-started",
-        f"The tmux session {name} does not exist; process {pid} continues.",
-        "The tmux server was ended, or belongs to another user.",
-        f"cppmega logs -f {run.word}",
-    )
 
 
 def stop(run: Run, *, now: bool, wait: float) -> None:
@@ -75,9 +68,8 @@ def stop(run: Run, *, now: bool, wait: float) -> None:
     Raises:
         CppmegaError: `run-ended`, `run-elsewhere`, `still-saving`, `not-saved`.
     """
-    state = run.state()
-    if state not in LIVE:
-        raise _ended(run, state, "There is nothing to stop.")
+    if run.state() not in LIVE:
+        raise _ended(run, "There is nothing to stop.")
     node, before = _here(run, f"cppmega stop {run.word}"), run.checkpoint()
     _request(node, now)
     console.say(
@@ -104,12 +96,13 @@ def stop(run: Run, *, now: bool, wait: float) -> None:
     )
 
 
-def _ended(run: Run, state: RunState, why: str) -> CppmegaError:
+def _ended(run: Run, why: str, command: str = "") -> CppmegaError:
+    state = run.state()
     return CppmegaError(
         "run-ended",
         f"{run.name} is {state}: {MEANING[state]}.",
         why,
-        f"cppmega launch --resume {run.word}, to resume from its checkpoint",
+        command or f"cppmega launch --resume {run.word}, to resume from its checkpoint",
     )
 
 
@@ -152,8 +145,8 @@ def _here(run: Run, command: str) -> Node:
             return node
     statuses = [node.status() for node in run.nodes()]
     hosts = [listing.place(status) for status in statuses if status is not None]
-    if (state := run.state()) not in LIVE:
-        raise _ended(run, state, "It ended a moment ago.")
+    if run.state() not in LIVE:
+        raise _ended(run, "It ended a moment ago.")
     if not hosts:
         raise CppmegaError(
             "run-still-running",
