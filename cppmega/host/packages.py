@@ -29,8 +29,17 @@ def version(name: str) -> str | None:
         return None
 
 
+_SOURCES = {
+    "deep-ep": "git+https://github.com/deepseek-ai/DeepEP",
+    "hybrid-ep-cpp": "git+https://github.com/deepseek-ai/DeepEP@hybrid-ep",
+}
+"""Packages that no index has."""
+
+
 def to_install(name: str, versions: str = "") -> str:
     """The words for `pip install`: Transformer Engine alone comes without its layers for torch."""
+    if name in _SOURCES:
+        return _SOURCES[name]
     extra = "[pytorch]" * (name == "transformer-engine")
     return f"'{name}{extra}{versions}'" if extra or versions else name
 

@@ -112,6 +112,7 @@ def _experts(recipe: Fields) -> Iterator[Argument]:
         *("num_experts", "moe_router_topk", "moe_ffn_hidden_size"),
         *("moe_shared_expert_intermediate_size", "moe_router_score_function"),
         *("moe_aux_loss_coeff", "moe_token_dispatcher_type", "moe_router_topk_scaling_factor"),
+        "moe_flex_dispatcher_backend",
     )
     yield "--moe-router-load-balancing-type", ("aux_loss" if recipe.moe_aux_loss_coeff else "none",)
     yield "--moe-router-dtype", ("fp32",)

@@ -127,6 +127,8 @@ class Fields:
     moe_aux_loss_coeff: float = 0.0
     moe_grouped_gemm: bool = True
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "alltoall"
+    moe_flex_dispatcher_backend: Literal["deepep", "hybridep"] | None = None
+    """Of the dispatcher `flex`, a package that is built on the host; None: DeepEP."""
     moe_permute_fusion: bool = False
     """Order tokens by expert and back in Transformer Engine's kernels instead of torch's."""
     moe_router_fusion: bool = False

@@ -347,6 +347,26 @@ _OF_EXPERTS: tuple[Rule, ...] = (
     _rule(
         "experts",
         lambda recipe: (
+            recipe.moe_flex_dispatcher_backend and recipe.moe_token_dispatcher_type != "flex"
+        ),
+        "moe_flex_dispatcher_backend={moe_flex_dispatcher_backend!r} without the dispatcher flex.",
+        "It would have no effect.",
+        "--set moe_token_dispatcher_type=flex, or --set moe_flex_dispatcher_backend=None",
+    ),
+    _rule(
+        "experts",
+        lambda recipe: (
+            recipe.moe_token_dispatcher_type == "flex"
+            and recipe.moe_flex_dispatcher_backend != "hybridep"
+            and recipe.tensor_model_parallel_size * recipe.expert_model_parallel_size == 1
+        ),
+        "DeepEP has no ranks to dispatch tokens to: TP x EP is 1.",
+        "Megatron refuses it while it builds the model.",
+        "--set moe_token_dispatcher_type=alltoall, or a larger expert_model_parallel_size",
+    ),
+    _rule(
+        "experts",
+        lambda recipe: (
             recipe.kind == "hybrid" and recipe.num_experts is not None and not _has_experts(recipe)
         ),
         "num_experts is set but no layer is E.",

@@ -62,6 +62,11 @@ def _missing_packages(start: Any) -> Found:
         if MAMBA2_BY_TORCH not in recipe.arguments:
             otherwise = f"add {MAMBA2_BY_TORCH} after --, which convolves without it, but slower"
             needed["causal_conv1d"] = ("Megatron's Mamba-2 layers", otherwise)
+    if recipe.num_experts and recipe.moe_token_dispatcher_type == "flex":
+        otherwise = "--set moe_token_dispatcher_type=alltoall"
+        needed["deep_ep"] = ("the recipe's token dispatcher", otherwise)
+        if recipe.moe_flex_dispatcher_backend == "hybridep":
+            needed["hybrid_ep_cpp"] = needed.pop("deep_ep")  # a branch of DeepEP builds both
     if options.tensorboard is not None:
         needed["tensorboard"] = ("--tensorboard", "leave --tensorboard out")
     if options.wandb_project:

@@ -12,8 +12,9 @@ import pytest
 from cppmega.host import packages as stack
 from cppmega.host import process
 from cppmega.host.importable import folder_of
-from cppmega.recipe import Mamba3
+from cppmega.recipe import Mamba2, Mamba3
 from cppmega.recipe.run_options import RunOptions
+from cppmega.rules.starts import MAMBA2_BY_TORCH
 from tests.preflight.contexts import FUSED, SLICE, SMOKE, V32, holds, launch, refuses, says_nothing
 from tests.support import REPOSITORY, patched
 
@@ -253,6 +254,20 @@ def test_packages_and_compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     said = refuses("packages", "compiler-missing", launch(mixers, **here))
     assert "nvcc" in said.what and "The first Mamba-3 layer" in said.why
     holds("packages", launch(mixers.with_(mamba3=Mamba3(rank=1)), **here))
+    second = SLICE.with_(pattern="D-EM", mamba2=Mamba2(heads=128))
+    said = refuses("packages", "package-missing", launch(second, **here))
+    assert "causal_conv1d" in said.what and MAMBA2_BY_TORCH in said.next
+    holds("packages", launch(second.plus(MAMBA2_BY_TORCH), **here))
+    deep = SLICE.with_(gpus=2, global_batch_size=2, expert_model_parallel_size=2)
+    deep = deep.with_(moe_token_dispatcher_type="flex")
+    assert "deep_ep" in refuses("packages", "package-missing", launch(deep, **here)).what
+    (tmp_path / "deep_ep.py").write_text("")
+    holds("packages", launch(deep, **here))
+    hybrid = deep.with_(moe_flex_dispatcher_backend="hybridep")
+    said = refuses("packages", "package-missing", launch(hybrid, **here))
+    assert "hybrid_ep_cpp" in said.what and "DeepEP@hybrid-ep, or --set moe_token" in said.next
+    (tmp_path / "hybrid_ep_cpp.py").write_text("")
+    holds("packages", launch(hybrid, **here))
     logged = launch(SLICE, "--wandb-project", "x", **here)
     assert "WANDB_MODE" in refuses("packages", "wandb-not-logged-in", logged).next
     here["environ"] = {**environ, "WANDB_MODE": "offline"}

@@ -12,7 +12,7 @@ import pytest
 from cppmega.catalogue import loader as catalogue
 from cppmega.cli import recipes_list
 from cppmega.errors import CppmegaError
-from cppmega.recipe import Mamba3, NgramHash, Recipe, layer_pattern, results
+from cppmega.recipe import Mamba2, Mamba3, NgramHash, Recipe, layer_pattern, results
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.render import render
 from examples.smoke.training_step import learning_rate
@@ -136,6 +136,9 @@ def test_a_broken_width_names_the_next_one_that_fits(
         {"gates": (("CPPMEGA_X",),)},
         {"kv_channels": 128.0},
         {"pattern": "DEM"},  # M without sizes
+        {"pattern": "DEM", "mamba2": Mamba2(4), "mamba3": Mamba3()},
+        {"moe_flex_dispatcher_backend": "hybridep"},
+        {"moe_token_dispatcher_type": "flex"},  # DeepEP on one GPU
         {"kv_channels": "128"},
         {"seed": 2**32},
         {"first_dense_layers": -1},

@@ -116,6 +116,9 @@ def recipes() -> dict[str, Recipe]:
     found = {recipe.name: recipe for recipe in shipped if recipe.kind != "loop"}
     found |= {name: made.plus(UNFUSED) for name, made in found.items() if made.kind == "gpt"}
     full = found["nam56r_small_cut"].with_(name="full_cut", pattern="+EME+EME+EMR/+-/+-")
+    found["flex"] = found["nam56r_h200_2gpu_ep2"].with_(
+        moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="hybridep"
+    )
     return {**found, "graphs": GRAPHS, "dense": DENSE, "virtual": VIRTUAL, "full_cut": full}
 
 
@@ -190,6 +193,8 @@ def test_names_that_changed_are_read_back(version: str) -> None:
     assert (dense["num_query_groups"], dense["sequence_parallel"]) == (4, True)
     assert dense["eod_mask_loss"] is True
     assert dense["untie_embeddings_and_output_weights"] is False
+    flex = parsed(version)["flex"]["args"]
+    assert flex["moe_flex_dispatcher_backend"] == "hybridep"
 
 
 @pytest.mark.megatron
