@@ -49,13 +49,13 @@ def of_source(path: Path, data: bytes, *, loaded: bool = False) -> Expected:
     Args:
         path: the file.
         data: its bytes.
-        loaded: whether Python's own loader has just executed it. If bytecode is known to hold its
-            code, that code has run, and is not loaded again: `codes` is then empty.
+        loaded: whether Python's own loader has just executed it. If there is no bytecode, or it is
+            known to hold its code, that code has run, and is not loaded again: `codes` is empty.
     """
     cached, bytecode = _bytecode(path)
     digest = sha256(data)
     known = _LEDGER.knows(bytecode, data)
-    if known and loaded:
+    if loaded and (known or not bytecode):
         return Expected(digest)
     if known:
         code, stale = marshal.loads(memoryview(bytecode)[pyc.HEADER :]), ""

@@ -112,8 +112,11 @@ def _is_in_place(item: Installed, now: Any) -> bool:
 def _unpatched_copies() -> Iterator[CppmegaError]:
     """Errors for modules that were executed from a target's file without the import system."""
     done = {(id(item.edit), id(item.module)) for item in REGISTRY.installed}
+    ends = tuple(f"/{edit.path}" for edit in REGISTRY.armed.values())
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__dict__", {}).get("__file__")
+        if not (isinstance(file, str) and file.endswith(ends)):
+            continue
         for edit in REGISTRY.armed.values():
             if _is_file_of(edit, file) and (id(edit), id(module)) not in done:
                 yield CppmegaError(

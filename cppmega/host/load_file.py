@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import marshal
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.util import MAGIC_NUMBER, cache_from_source, source_hash
 from pathlib import Path
 from types import CodeType, ModuleType
 
 from cppmega.host.containment import Failed, contained
 
+_CHECKED_HASH = (0b11).to_bytes(4, "little")
+"""Flags of bytecode that Python compares with its source by hash."""
+
 
 class _FromSource(SourceFileLoader):
     """Compile the current text of a file, with docstrings and assertions even under `python -OO`.
 
-    They are a page's header and its proof. Bytecode on disk is not used: Python uses it if the
-    source's size and its time in seconds agree, and an edit can keep both.
+    They are a page's header and its proof. Bytecode is used only if it holds the hash of the text:
+    Python also uses it if the source's size and its time in seconds agree, and an edit can keep
+    both. Compiling all pages takes as long as the rest of a guarded start.
     """
 
     def get_code(self, fullname: str) -> CodeType:
-        code: CodeType = self.source_to_code(self.get_data(self.path), self.path, _optimize=0)
+        text, cached = self.get_data(self.path), cache_from_source(self.path, optimization="")
+        head = MAGIC_NUMBER + _CHECKED_HASH + source_hash(text)
+        with contextlib.suppress(OSError, EOFError, ValueError, TypeError):
+            held = self.get_data(cached)
+            if held.startswith(head):
+                code: CodeType = marshal.loads(memoryview(held)[len(head) :])
+                if code.co_filename == self.path:
+                    return code
+        code = self.source_to_code(text, self.path, _optimize=0)
+        if not sys.dont_write_bytecode:
+            self.set_data(cached, head + marshal.dumps(code))
         return code
 
 
