@@ -10,7 +10,7 @@ from cppmega import __version__
 from cppmega.catalogue import loader as catalogue
 from cppmega.catalogue import revision
 from cppmega.errors import CppmegaError
-from cppmega.host import console
+from cppmega.host import console, packages
 from cppmega.overlay import receipt, remembered
 from cppmega.overlay.diagnose import restoring
 from cppmega.overlay.plan import Plan, comes_after
@@ -166,12 +166,5 @@ def overlay_digest(new: Receipt) -> str:
 
 def stack() -> dict[str, str]:
     """Versions of the training stack, read from package metadata without importing anything."""
-    from importlib import metadata
-
-    found = {}
-    for name in _STACK:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    found = {name: packages.version(name) for name in _STACK}
+    return {name: version for name, version in found.items() if version is not None}

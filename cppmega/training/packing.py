@@ -7,8 +7,9 @@ boundaries of the padded documents and the true lengths are then different lists
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class Packed:
 
         total = self.tokens.size(1)
         ends = [*self.starts[1:], total]
-        real = torch.tensor([0, *_running(self.lengths)], dtype=torch.int32)
+        real = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
         padded = torch.tensor([*self.starts, total], dtype=torch.int32) if self.padded else None
         longest = max(end - start for start, end in zip(self.starts, ends, strict=True))
         known = {field.name for field in fields(PackedSeqParams)}
@@ -157,11 +158,3 @@ def _documents(row: torch.Tensor, eod: int) -> list[tuple[int, int]]:
     if not ends or ends[-1] != len(row):
         ends.append(len(row))
     return list(zip([0, *ends[:-1]], ends, strict=True))
-
-
-def _running(lengths: Sequence[int]) -> list[int]:
-    total, sums = 0, []
-    for length in lengths:
-        total += length
-        sums.append(total)
-    return sums
