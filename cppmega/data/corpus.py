@@ -205,23 +205,23 @@ def open_(prefix: Path) -> Corpus:
     if tokens == 0:
         raise index_file.broken(prefix, "it holds no tokens")
     card = read_card(prefix)
-    found = Corpus(prefix, tokens, header, card)
+    dataset = Corpus(prefix, tokens, header, card)
     if card is not None:
-        _refuse_other_card(found, card)
-    return found
+        _refuse_other_card(dataset, card)
+    return dataset
 
 
-def _refuse_other_card(found: Corpus, card: Card) -> None:
-    there = (found.tokens, found.documents, found.dtype)
+def _refuse_other_card(dataset: Corpus, card: Card) -> None:
+    there = (dataset.tokens, dataset.documents, dataset.dtype)
     if (card.tokens, card.documents, card.dtype) != there:
         raise index_file.broken(
-            found.prefix,
+            dataset.prefix,
             f"its card describes {card.tokens} tokens in {card.documents} documents as "
-            f"{card.dtype}, the index {found.tokens} in {found.documents} as {found.dtype}",
+            f"{card.dtype}, the index {dataset.tokens} in {dataset.documents} as {dataset.dtype}",
         )
 
 
-def check_ids(found: Corpus, vocab_size: int) -> None:
+def check_ids(dataset: Corpus, vocab_size: int) -> None:
     """Check that the tokens at both ends of a dataset are ids of the vocabulary.
 
     Raises:
@@ -229,18 +229,18 @@ def check_ids(found: Corpus, vocab_size: int) -> None:
     """
     import numpy as np
 
-    look = min(_LOOK, found.tokens)
-    for begin in dict.fromkeys((0, found.tokens - look)):
-        at = begin * found.index.token_bytes
-        with index_file.readable(found.data_file):
-            part = np.fromfile(found.data_file, dtype=found.dtype, count=look, offset=at)
+    look = min(_LOOK, dataset.tokens)
+    for begin in dict.fromkeys((0, dataset.tokens - look)):
+        at = begin * dataset.index.token_bytes
+        with index_file.readable(dataset.data_file):
+            part = np.fromfile(dataset.data_file, dtype=dataset.dtype, count=look, offset=at)
         if len(part) < look:
-            raise index_file.broken(found.data_file, "it became shorter while it was read")
+            raise index_file.broken(dataset.data_file, "it became shorter while it was read")
         for which in (int(np.argmax(part)), int(np.argmin(part))):
-            check_id(found, int(part[which]), begin + which, vocab_size)
+            check_id(dataset, int(part[which]), begin + which, vocab_size)
 
 
-def check_id(found: Corpus, token: int, position: int, vocab_size: int) -> None:
+def check_id(dataset: Corpus, token: int, position: int, vocab_size: int) -> None:
     """Check that one token is an id of the vocabulary.
 
     Raises:
@@ -251,23 +251,23 @@ def check_id(found: Corpus, token: int, position: int, vocab_size: int) -> None:
     wider = f"--set vocab_size={token + 1} or more and the tokenizer that made it, or "
     raise CppmegaError(
         "token-out-of-vocabulary",
-        f"{found.data_file} holds token {token} at position {position}; the vocabulary has the "
+        f"{dataset.data_file} holds token {token} at position {position}; the vocabulary has the "
         f"ids 0 to {vocab_size - 1}.",
         "The embedding has no row for it, or a row of the padding that belongs to no token.",
         (wider if token >= 0 else "") + "data prepared with the model's tokenizer",
     )
 
 
-def check_width(found: Corpus, vocab_size: int) -> None:
+def check_width(dataset: Corpus, vocab_size: int) -> None:
     """Check that the type of the ids holds the vocabulary: numpy wraps ids that do not fit.
 
     Raises:
         CppmegaError: `data-type-too-narrow`.
     """
-    if vocab_size > _HIGHEST[found.dtype]:
+    if vocab_size > _HIGHEST[dataset.dtype]:
         raise CppmegaError(
             "data-type-too-narrow",
-            f"{found.prefix} holds its tokens as {found.dtype}; the tokenizer has {vocab_size} "
+            f"{dataset.prefix} holds its tokens as {dataset.dtype}; the tokenizer has {vocab_size} "
             "ids.",
             "Ids that do not fit were stored as other ids, and can no longer be recognized.",
             "prepare the data again, or name the tokenizer that made it with --tokenizer",

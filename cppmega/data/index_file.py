@@ -81,19 +81,17 @@ def read_header(path: Path) -> Index:
     if entries == 0:
         raise broken(path, "its document index is empty, and begins with a 0 in every dataset")
     dtype, token_bytes = _DTYPES[code]
-    found, size = (
-        Index(path, dtype, token_bytes, sequences, entries - 1, False),
-        path.stat().st_size,
-    )
-    if size == found._modes_at + _MODE * sequences and sequences:
+    size = path.stat().st_size
+    index = Index(path, dtype, token_bytes, sequences, entries - 1, has_modes=False)
+    if size == index._modes_at + _MODE * sequences and sequences:
         return Index(path, dtype, token_bytes, sequences, entries - 1, True)
-    if size != found._modes_at:
+    if size != index._modes_at:
         raise broken(
             path,
             f"it has {size} bytes; its header, of {sequences} sequences and {entries - 1} "
-            f"documents, implies {found._modes_at}",
+            f"documents, implies {index._modes_at}",
         )
-    return found
+    return index
 
 
 def check_ends(index: Index, data_bytes: int) -> None:
@@ -239,10 +237,10 @@ def _numbers(index: Index, dtype: str, at: int, count: int) -> np.ndarray[Any, A
         ) from None
 
     with readable(index.path):
-        found = np.fromfile(index.path, dtype=dtype, count=count, offset=at)
-    if len(found) < count:
+        numbers = np.fromfile(index.path, dtype=dtype, count=count, offset=at)
+    if len(numbers) < count:
         raise broken(index.path, "it became shorter while it was read")
-    return found
+    return numbers
 
 
 @contextmanager

@@ -68,26 +68,26 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
         return (self.data.size + self.index.size) / max(self.seconds, 1e-9)
 
 
-def kept(found: Corpus) -> Reading | None:
+def kept(dataset: Corpus) -> Reading | None:
     """The result of an earlier reading, if both files are still the ones that were read."""
-    for place in _places(found.prefix):
+    for place in _places(dataset.prefix):
         reading = _load(place)
-        if reading is not None and _unchanged(found, reading):
+        if reading is not None and _unchanged(dataset, reading):
             return reading
     return None
 
 
-def name(found: Corpus) -> str:
+def name(dataset: Corpus) -> str:
     """One name for the content of a dataset: its card's, else a hash of a sample."""
-    if found.card is not None:
-        return found.card.fingerprint
-    both = sample(found.data_file) + sample(found.index.path)
+    if dataset.card is not None:
+        return dataset.card.fingerprint
+    both = sample(dataset.data_file) + sample(dataset.index.path)
     return hashlib.sha256(both.encode()).hexdigest()[:16]
 
 
-def states(found: Corpus) -> list[tuple[int, int]]:
+def states(dataset: Corpus) -> list[tuple[int, int]]:
     """Size and time of the last change of both files."""
-    stats = [path.stat() for path in (found.data_file, found.index.path)]
+    stats = [path.stat() for path in (dataset.data_file, dataset.index.path)]
     return [(stat.st_size, stat.st_mtime_ns) for stat in stats]
 
 
@@ -112,10 +112,10 @@ def sample(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _unchanged(found: Corpus, reading: Reading) -> bool:
-    pairs = ((found.data_file, reading.data), (found.index.path, reading.index))
+def _unchanged(dataset: Corpus, reading: Reading) -> bool:
+    pairs = ((dataset.data_file, reading.data), (dataset.index.path, reading.index))
     before = [(then.size, then.changed) for _, then in pairs]
-    return before == states(found) and all(sample(path) == then.sample for path, then in pairs)
+    return before == states(dataset) and all(sample(path) == then.sample for path, then in pairs)
 
 
 def _places(prefix: Path) -> tuple[Path, Path]:

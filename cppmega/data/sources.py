@@ -34,12 +34,12 @@ def files(inputs: Sequence[Path], suffixes: Sequence[str]) -> list[Path]:
     Raises:
         CppmegaError: `input-not-found`, `no-input`.
     """
-    found: list[Path] = []
+    paths: list[Path] = []
     for path in inputs:
         if path.is_dir():
-            found += sorted(_tree(path, suffixes))
+            paths += sorted(_tree(path, suffixes))
         elif path.is_file():
-            found.append(path)
+            paths.append(path)
         else:
             raise CppmegaError(
                 "input-not-found",
@@ -47,7 +47,7 @@ def files(inputs: Sequence[Path], suffixes: Sequence[str]) -> list[Path]:
                 "A corpus with a part missing looks like a complete one.",
                 "correct the path",
             )
-    if not found:
+    if not paths:
         raise CppmegaError(
             "no-input",
             f"No files in {', '.join(map(str, inputs))}"
@@ -55,7 +55,7 @@ def files(inputs: Sequence[Path], suffixes: Sequence[str]) -> list[Path]:
             "The dataset would be empty.",
             "other inputs, or other --suffix",
         )
-    return found
+    return paths
 
 
 def _tree(folder: Path, suffixes: Sequence[str]) -> Iterator[Path]:

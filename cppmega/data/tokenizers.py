@@ -117,8 +117,8 @@ class HuggingFaceTokenizer:
         # The number of tokens is not enough: added tokens may leave gaps before them.
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         name = eod or _end_token(self.file.parent)
-        found = self._tokenizer.token_to_id(name) if name else None
-        if found is None:
+        end = self._tokenizer.token_to_id(name) if name else None
+        if end is None:
             raise CppmegaError(
                 "no-end-token",
                 f"{self.file} "
@@ -128,7 +128,7 @@ class HuggingFaceTokenizer:
                 "Documents would run together.",
                 "--eod TOKEN names it, for example --eod '<|endoftext|>'",
             )
-        self.eod = int(found)
+        self.eod = int(end)
 
     def encode(self, documents: Sequence[bytes]) -> list[list[int]]:
         """Ids of each document, on all threads; UnicodeDecodeError if one is not a text."""

@@ -101,7 +101,7 @@ def reached_by(plan: Plan, name: str) -> dict[str, str]:
     """Find the modules of this package that the new texts of one page reach."""
     from cppmega.rewriting.rewrite import Step, rewrite
 
-    found: dict[str, str] = {}
+    modules: dict[str, str] = {}
     for path, work in plan.work.items():
         file = plan.views[path]
         names = {page.name for page, _ in work.edits}
@@ -110,8 +110,8 @@ def reached_by(plan: Plan, name: str) -> dict[str, str]:
         if name in names and file.pristine is not None:
             steps = [Step.of(page, edit) for page, edit in work.edits if page.name in wanted]
             parsed = plan.survey.parse(file.pristine, path)
-            found |= revision.reached(rewrite(file.pristine, path, steps, parsed).imports)
-    return found
+            modules |= revision.reached(rewrite(file.pristine, path, steps, parsed).imports)
+    return modules
 
 
 def restored(plan: Plan, keep: set[str]) -> Iterator[tuple[str, FileChange]]:
@@ -166,5 +166,5 @@ def overlay_digest(new: Receipt) -> str:
 
 def stack() -> dict[str, str]:
     """Versions of the training stack, read from package metadata without importing anything."""
-    found = {name: packages.version(name) for name in _STACK}
-    return {name: version for name, version in found.items() if version is not None}
+    versions = {name: packages.version(name) for name in _STACK}
+    return {name: version for name, version in versions.items() if version is not None}

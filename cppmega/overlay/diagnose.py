@@ -100,19 +100,19 @@ def diagnose(
     page: Page, tree: Tree, loaded: Loaded, survey: Survey, views: Mapping[str, FileView]
 ) -> Diagnosis:
     """Find the edits of a page that this tree needs."""
-    found = {
+    prints = {
         e.target: _fingerprint_of(page, e, views[e.path], survey, loaded) for e in page.patch.edits
     }
-    shape = _fitting(page, found)
+    shape = _fitting(page, prints)
     if shape is not None:
-        edits = tuple(known[found[target]] for target, known in shape.items())
+        edits = tuple(known[prints[target]] for target, known in shape.items())
         edits = tuple(edit for edit in edits if edit.edit is not left_alone)
         strange = [edit for edit in edits if views[edit.path].foreign]
         if strange:
             return Diagnosis(verdict=_foreign(page, strange[0], tree, views))
         if not edits:
             return _without_edits(page, "upstreamed", "the pinned texts need no edit")
-        return Diagnosis(edits, {edit.target: found[edit.target] for edit in edits})
+        return Diagnosis(edits, {edit.target: prints[edit.target] for edit in edits})
     upstream = _upstream_views(page, views)
     of_upstream = {
         e.target: _fingerprint_of(page, e, upstream[e.path], survey, loaded)
@@ -122,11 +122,11 @@ def diagnose(
     needed_here = _fitting(page, of_upstream) or (blind and _is_pinned_here(page, tree))
     # What a patched file has become since is not upstream's, whatever upstream's text answers.
     spoiled = any(
-        views[edit.path].orphaned or (views[edit.path].story and found[edit.target] != MISSING)
+        views[edit.path].orphaned or (views[edit.path].story and prints[edit.target] != MISSING)
         for edit in page.patch.edits
     )
-    if needed_here or spoiled or any(text.startswith("!") for text in found.values()):
-        return Diagnosis(verdict=_failure(page, tree, survey, found, views))
+    if needed_here or spoiled or any(text.startswith("!") for text in prints.values()):
+        return Diagnosis(verdict=_failure(page, tree, survey, prints, views))
     for distribution in page.patch.distributions:
         if not tree.has(distribution):
             return _without_edits(page, "not-applicable", _absence(tree, distribution))
@@ -175,8 +175,8 @@ def _is_pinned_here(page: Page, tree: Tree) -> bool:
 
 def _absence(tree: Tree, distribution: str) -> str:
     elsewhere = imported_from(tree, distribution)
-    found = f"; Python imports it from {elsewhere}, which is not patched" if elsewhere else ""
-    return f"{distribution} is not installed here{found}"
+    where = f"; Python imports it from {elsewhere}, which is not patched" if elsewhere else ""
+    return f"{distribution} is not installed here{where}"
 
 
 def imported_from(tree: Tree, distribution: str) -> Path | None:
@@ -190,7 +190,7 @@ def imported_from(tree: Tree, distribution: str) -> Path | None:
     return package.parent if package is not None else None
 
 
-def _fitting(page: Page, found: Mapping[str, str]) -> Mapping[str, Mapping[str, Edit]] | None:
+def _fitting(page: Page, prints: Mapping[str, str]) -> Mapping[str, Mapping[str, Edit]] | None:
     """Find the shape of a page whose texts are all known in this tree.
 
     A shape that fits is rejected if another one recognises some texts here but not others, or edits
@@ -199,15 +199,15 @@ def _fitting(page: Page, found: Mapping[str, str]) -> Mapping[str, Mapping[str, 
     """
     shapes = page.patch.shapes()
     for shape in shapes:
-        if any(found[target] not in known for target, known in shape.items()):
+        if any(prints[target] not in known for target, known in shape.items()):
             continue
-        rivals = [s for s in shapes if any(found[target] in s[target] for target in s)]
-        drifted = {t for s in rivals for t in s if found[t] != MISSING and found[t] not in s[t]}
+        rivals = [s for s in shapes if any(prints[target] in s[target] for target in s)]
+        drifted = {t for s in rivals for t in s if prints[t] != MISSING and prints[t] not in s[t]}
         left_out = {
             t
             for s in rivals
             for t in set(s) - set(shape)
-            if found[t] in s[t] and s[t][found[t]].edit is not left_alone
+            if prints[t] in s[t] and s[t][prints[t]].edit is not left_alone
         }
         if not drifted - set(shape) and not left_out:
             return shape
@@ -239,7 +239,7 @@ def _failure(
     page: Page,
     tree: Tree,
     survey: Survey,
-    found: Mapping[str, str],
+    prints: Mapping[str, str],
     views: Mapping[str, FileView],
 ) -> Verdict:
     """Explain why no shape fits, by the first unknown target of the closest shape."""
@@ -248,17 +248,17 @@ def _failure(
     shape = min(
         shapes,
         key=lambda s: (
-            sum(found[t] == MISSING for t in s),
-            sum(found[t] not in known for t, known in s.items()),
+            sum(prints[t] == MISSING for t in s),
+            sum(prints[t] not in known for t, known in s.items()),
         ),
     )
-    unknown = [target for target, known in shape.items() if found[target] not in known]
+    unknown = [target for target, known in shape.items() if prints[target] not in known]
     files = {target: views[target.partition(":")[0]] for target in unknown}
     unknown.sort(key=lambda target: not (files[target].foreign or files[target].orphaned))
-    known_somewhere = {t for s in shapes for t in s if found[t] in s[t]}
-    others = [t for t, text in found.items() if text != MISSING and t not in known_somewhere]
+    known_somewhere = {t for s in shapes for t in s if prints[t] in s[t]}
+    others = [t for t, text in prints.items() if text != MISSING and t not in known_somewhere]
     for target in unknown or others[:1]:
-        fingerprint = found[target]
+        fingerprint = prints[target]
         state, detail, command = _explained(page, target, fingerprint, tree, survey, views)
         return Verdict(page.name, page.patch.kind, state, target, detail, next=command)
     target = next(iter(shape))

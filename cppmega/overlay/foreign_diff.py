@@ -70,11 +70,11 @@ def _as_applied(session: Session, applied: Receipt, path: str, pristine: bytes) 
     """Compute the text of a file with the receipt's pages; None if it cannot be reproduced."""
     if path not in applied.files:
         return pristine
-    found = session.read_tree()
+    here = session.read_tree()
     # A page that edits several files is applied to none of them unless it finds all of them.
-    texts = {other: upstream_text(found, other) for other in applied.files}
+    texts = {other: upstream_text(here, other) for other in applied.files}
     known = {other: text for other, text in texts.items() if text is not None}
-    tree = RestoredTree(found.root, known | {path: pristine})
+    tree = RestoredTree(here.root, known | {path: pristine})
     try:
         plan = planning.make(
             tree,

@@ -228,7 +228,7 @@ def _conflicts(
     edits: Mapping[str, Sequence[Edit]], pages: Mapping[str, Page], order: Sequence[str]
 ) -> dict[str, Verdict]:
     """Find pages that edit one symbol, or a class and its method, without a declared order."""
-    found: dict[str, Verdict] = {}
+    verdicts: dict[str, Verdict] = {}
     claims = [(name, edit) for name in order for edit in edits.get(name, ())]
     for at, (name, edit) in enumerate(claims):
         for other, theirs in claims[:at]:
@@ -241,8 +241,8 @@ def _conflicts(
                 command = f'add after=("{rival}",) to one of the two pages'
                 kind = pages[page].patch.kind
                 verdict = Verdict(page, kind, "conflict", target, detail, next=command)
-                found.setdefault(page, verdict)
-    return found
+                verdicts.setdefault(page, verdict)
+    return verdicts
 
 
 def _overlap(a: Edit, b: Edit) -> bool:

@@ -95,26 +95,26 @@ def differences(then: OverlayRecord, now: OverlayRecord) -> list[str]:
         return []
     same_kind = (then.code is UNSET) == (now.code is UNSET)
     comparable = same_kind or NONE in (then.digest, now.digest)
-    found = [] if comparable else [_OTHER_KIND]
+    lines = [] if comparable else [_OTHER_KIND]
     if then.megatron != now.megatron:
-        found.append(f"megatron-core {then.megatron or '?'} -> {now.megatron or '?'}")
-    found += _pages(then.pages or {}, now.pages or {}, comparable)
+        lines.append(f"megatron-core {then.megatron or '?'} -> {now.megatron or '?'}")
+    lines += _pages(then.pages or {}, now.pages or {}, comparable)
     code, newer = then.code or {}, now.code or {}
     both = sorted(code.keys() & newer.keys())
-    found += [f"code changed: {name}" for name in both if code[name] != newer[name]]
+    lines += [f"code changed: {name}" for name in both if code[name] != newer[name]]
     edits, others = then.edits or {}, now.edits or {}
     for path in sorted({*edits, *others}):
         if edits.get(path) != others.get(path):
             was, is_ = (kept.get(path, "none")[:12] for kept in (edits, others))
-            found.append(f"accepted edit of {path}: {was} -> {is_}")
+            lines.append(f"accepted edit of {path}: {was} -> {is_}")
     allowed, since = set(then.fallbacks or ()), set(now.fallbacks or ())
-    found += [f"fallback no longer allowed: {name}" for name in sorted(allowed - since)]
-    found += [f"fallback allowed: {name}" for name in sorted(since - allowed)]
+    lines += [f"fallback no longer allowed: {name}" for name in sorted(allowed - since)]
+    lines += [f"fallback allowed: {name}" for name in sorted(since - allowed)]
     gates, other = then.gates or {}, now.gates or {}
     for name in sorted({*gates, *other}):
         if gates.get(name, "0") != other.get(name, "0"):
-            found.append(f"gate {name}: {gates.get(name, '0')} -> {other.get(name, '0')}")
-    return found or ["the patches are the same, but the files around them differ"]
+            lines.append(f"gate {name}: {gates.get(name, '0')} -> {other.get(name, '0')}")
+    return lines or ["the patches are the same, but the files around them differ"]
 
 
 def _pages(
@@ -137,12 +137,12 @@ def remark_on_checkpoint(then: OverlayRecord | None, now: OverlayRecord) -> str:
             "cppmega: the checkpoint does not record the overlay under which it was saved; "
             f"this run has {now.digest}"
         )
-    found = differences(then, now)
-    if not found:
+    changes = differences(then, now)
+    if not changes:
         return ""
     return (
         f"cppmega: the checkpoint was saved under overlay {then.digest}, this run has "
-        f"{now.digest}: {'; '.join(found)}"
+        f"{now.digest}: {'; '.join(changes)}"
     )
 
 

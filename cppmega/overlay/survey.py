@@ -133,10 +133,10 @@ class Survey:
             text, tree = self.parse(data, path)
         except CppmegaError:
             return ""
-        found = find(tree, symbol)
-        if len(found) != 1:
+        definitions = find(tree, symbol)
+        if len(definitions) != 1:
             return ""
-        where = span(tree, text, found[0])
+        where = span(tree, text, definitions[0])
         return "".join(text.lines[where.start : where.end])
 
     def text(self, target: str) -> str:
@@ -144,8 +144,8 @@ class Survey:
         path, _, symbol = target.partition(":")
         self._reads.add(path)
         data = self.read(path)
-        found = [] if data is None else find(self._readable(data, path)[1], symbol)
-        return "\n".join(map(_unparsed, found))
+        definitions = [] if data is None else find(self._readable(data, path)[1], symbol)
+        return "\n".join(map(_unparsed, definitions))
 
     def file(self, path: str) -> str:
         """For `fixed_upstream`: the text of a file."""
@@ -183,11 +183,11 @@ class Survey:
             text, tree = self.parse(data, edit.path)
         except CppmegaError as error:
             return f"!{error.what}"
-        found = find(tree, edit.symbol)
-        if len(found) != 1:
-            return f"?{len(found)}" if found else MISSING
-        where = span(tree, text, found[0])
-        if shares_its_lines(text, found[0], where):
+        definitions = find(tree, edit.symbol)
+        if len(definitions) != 1:
+            return f"?{len(definitions)}" if definitions else MISSING
+        where = span(tree, text, definitions[0])
+        if shares_its_lines(text, definitions[0], where):
             return f"!{edit.target} shares a line with other code"
         from cppmega.rewriting import fingerprint
 

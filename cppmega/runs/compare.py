@@ -112,25 +112,25 @@ def compare(one: Run, other: Run) -> Comparison:
     )
 
 
-def lines(found: Comparison) -> Iterator[str]:
+def lines(comparison: Comparison) -> Iterator[str]:
     """The comparison as text."""
-    yield f"A  {found.runs[0].line()}"
-    yield f"B  {found.runs[1].line()}"
+    yield f"A  {comparison.runs[0].line()}"
+    yield f"B  {comparison.runs[1].line()}"
     for part in ("overlay", "recipe", "arguments", "environment", "stack", "data"):
-        changes = getattr(found, part)
+        changes = getattr(comparison, part)
         yield ""
         yield part + ("" if changes else ": the same")
         yield from (f"  {change}" for change in changes)
     yield ""
-    if not found.steps:
+    if not comparison.steps:
         yield "curves: neither run has logged a step"
         return
-    yield from _table(thinned(found.steps))
+    yield from _table(thinned(comparison.steps))
     yield ""
-    if found.held_out:
-        yield from _held_out_table(found.held_out)
+    if comparison.held_out:
+        yield from _held_out_table(comparison.held_out)
         yield ""
-    yield _verdict(found)
+    yield _verdict(comparison)
 
 
 def _table(steps: Sequence[StepPair]) -> Iterator[str]:
@@ -161,8 +161,8 @@ def _gap(a: float | None, b: float | None) -> str:
     return "" if a is None or b is None else f"{b - a:+.2e}"
 
 
-def _verdict(found: Comparison) -> str:
-    common, largest = found.common_steps, found.largest_loss_difference
+def _verdict(comparison: Comparison) -> str:
+    common, largest = comparison.common_steps, comparison.largest_loss_difference
     if not common:
         verdict = "no step is in both runs"
     elif largest == 0:
@@ -171,10 +171,10 @@ def _verdict(found: Comparison) -> str:
         verdict = f"{common} common steps, none with a loss in both runs"
     else:
         verdict = f"{common} common steps: the losses differ by up to {largest:.3e}"
-    a, b = found.tokens_per_second
+    a, b = comparison.tokens_per_second
     if a and b:
         verdict += f"; throughput {a:.0f} and {b:.0f} tokens/s ({100 * (b / a - 1):+.1f} %)"
-    a, b = found.peak_gib
+    a, b = comparison.peak_gib
     if a and b:
         verdict += f"; peak memory {a:.1f} and {b:.1f} GiB ({b - a:+.1f})"
     return verdict

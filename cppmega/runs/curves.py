@@ -37,7 +37,7 @@ class Drawn(NamedTuple):
 
     def panels(self) -> dict[str, Points]:
         """Title of a panel -> the points of this run, where it has any."""
-        found = {
+        panels = {
             title: [
                 (step.step, value)
                 for step in self.steps
@@ -47,12 +47,12 @@ class Drawn(NamedTuple):
         }
         for row in self.held_out:
             for name, loss in row.losses.items():
-                found.setdefault(f"held-out {name}", []).append((row.evaluated, loss))
+                panels.setdefault(f"held-out {name}", []).append((row.evaluated, loss))
         for step in self.steps:
             for name, loss in step.losses.items():
                 if name != _HEAD:
-                    found.setdefault(name, []).append((step.step, loss))
-        return {title: points for title, points in found.items() if points}
+                    panels.setdefault(name, []).append((step.step, loss))
+        return {title: points for title, points in panels.items() if points}
 
 
 def curve(run: Run) -> Curve:

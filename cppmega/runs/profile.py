@@ -129,15 +129,15 @@ def read(run: Run) -> Profile:
         CppmegaError: `no-profile`.
     """
     file = run.profile / SUMMARY
-    found = json_file.read(file, Profile)
-    if found is None or found.schema != SCHEMA:
+    profile = json_file.read(file, Profile)
+    if profile is None or profile.schema != SCHEMA:
         raise CppmegaError(
             "no-profile",
             f"{run.name} has no readable profile in {file.parent}.",
             "It was not profiled, has not reached the profiled steps yet, or ended before them.",
             "cppmega launch RECIPE --profile 2; cppmega runs shows how it ended",
         )
-    return found
+    return profile
 
 
 def short(name: str) -> str:

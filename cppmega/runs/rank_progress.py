@@ -94,9 +94,9 @@ def behind(run: Run, slack: int = 0) -> str:
     """
     ranks = _ranks(run)
     stuck = [(rank, pid, _stuck(pid)) for rank, pid in sorted(ranks.items())]
-    found = [f"rank {rank} (process {pid}) is {why}" for rank, pid, why in stuck if why]
-    if found:
-        return "; ".join(found)
+    stopped = [f"rank {rank} (process {pid}) is {why}" for rank, pid, why in stuck if why]
+    if stopped:
+        return "; ".join(stopped)
     counts = {rank: read(pid) for rank, pid in ranks.items()}
     return slowest({rank: count for rank, count in counts.items() if count is not None}, slack)
 

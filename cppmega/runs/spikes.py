@@ -24,8 +24,8 @@ class Spikes:
     def remark(self, loss: float | None, grad_norm: float | None) -> str:
         """Describe the spikes of a logged step, and remember its values; empty if it has none."""
         values = {"loss": loss, "grad norm": grad_norm}
-        found = [self._of(name, value) for name, value in values.items() if value is not None]
-        return ", ".join(filter(None, found))
+        spikes = [self._of(name, value) for name, value in values.items() if value is not None]
+        return ", ".join(filter(None, spikes))
 
     def _of(self, name: str, value: float) -> str:
         last = list(self._last[name])

@@ -117,8 +117,8 @@ def _distance(steps: Sequence[LoggedStep]) -> float:
 def _spike(steps: Sequence[LoggedStep]) -> str:
     """The last spike among the recent steps."""
     spikes = Spikes()
-    found = [(step.step, spikes.remark(step.loss, step.grad_norm)) for step in steps]
-    recent = (f"step {step}: {text}" for step, text in reversed(found[-_RECENT:]) if text)
+    remarks = [(step.step, spikes.remark(step.loss, step.grad_norm)) for step in steps]
+    recent = (f"step {step}: {text}" for step, text in reversed(remarks[-_RECENT:]) if text)
     return next(recent, "")
 
 

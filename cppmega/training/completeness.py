@@ -86,19 +86,19 @@ def check_built(recipe: Recipe, ranks: Sequence[Built]) -> None:
     """
     if recipe.tensor_model_parallel_size > 1:
         return
-    found: Counter[str] = Counter()
+    built: Counter[str] = Counter()
     for one in {rank.place[0]: rank for rank in ranks}.values():
         # Later stages hold copies of the embedding, for MTP depths and tied heads.
         first = one.place[0] == 0
         kept = {part: n for part, n in one.replicated.items() if first or part not in _EMBEDDINGS}
-        found.update(kept)
+        built.update(kept)
     for one in {(rank.place[0], rank.place[2]): rank for rank in ranks}.values():
-        found.update(one.distributed)
+        built.update(one.distributed)
     wanted = _counted(recipe)
     wrong = [
-        f"{part}: {found[part]} built, {count} in the recipe"
+        f"{part}: {built[part]} built, {count} in the recipe"
         for part, count in wanted.items()
-        if found[part] != count and not (part == "head" and recipe.tied_embeddings)
+        if built[part] != count and not (part == "head" and recipe.tied_embeddings)
     ]
     if wrong:
         raise CppmegaError(
@@ -220,6 +220,6 @@ def _place() -> Place:
 def _gathered(mine: Any) -> list[Any]:
     import torch
 
-    found: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, mine)
-    return found
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, mine)
+    return everyone

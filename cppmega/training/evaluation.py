@@ -57,8 +57,8 @@ class HeldOut:
         from megatron.training.datasets.data_samplers import build_pretraining_data_loader
 
         count = self.recipe.eval_iters * self.recipe.global_batch_size
-        found, _, _ = datasets(self.recipe, *self._place, (count, 0, 0), SEED)
-        self._loader = build_pretraining_data_loader(found, 0)
+        samples, _, _ = datasets(self.recipe, *self._place, (count, 0, 0), SEED)
+        self._loader = build_pretraining_data_loader(samples, 0)
 
     def batches(self) -> Iterator[dict[str, torch.Tensor]]:
         """The micro-batches of this replica, from the first one on."""
@@ -116,11 +116,11 @@ class Evaluation:
             each = [self._held_out.batches() for _ in model]
             batches = each if len(each) > 1 else each[0]  # one for each virtual stage
             iters = self._held_out.recipe.eval_iters
-            found, _, _ = training.evaluate(
+            sums, _, _ = training.evaluate(
                 self.forward_step, batches, model, None, config, False, None, iters, **groups
             )
-        if found:
-            losses = {name: float(loss) for name, loss in found.items()}
+        if sums:
+            losses = {name: float(loss) for name, loss in sums.items()}
             self._report(iteration, losses, time.perf_counter() - started)
 
     def forward_step(
@@ -194,13 +194,13 @@ def _depth_losses(batch: Batch, means: torch.Tensor) -> dict[str, torch.Tensor]:
     import torch
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
-    mask, found = batch.loss_mask, {}
+    mask, losses = batch.loss_mask, {}
     for depth, mean in enumerate(means, start=1):
         mask, count = roll_tensor(
             mask, shifts=-1, dims=-1, cp_group=None, packed_seq_params=batch.packed_seq_params
         )
-        found[f"mtp_{depth} loss"] = torch.stack([mean.detach() * count, count.to(mean.dtype)])
-    return found
+        losses[f"mtp_{depth} loss"] = torch.stack([mean.detach() * count, count.to(mean.dtype)])
+    return losses
 
 
 def _loss_helper() -> Any:

@@ -53,7 +53,7 @@ class GraphPools:
     def gib(self) -> float | None:
         """What they reserve, GiB, see `reserved_gib`; None without any, or without graphs."""
         if not self._settled:
-            found = reserved_gib(self._snapshot())
-            self._settled = found is not None and found == self._last
-            self._last = found
+            size = reserved_gib(self._snapshot())
+            self._settled = size is not None and size == self._last
+            self._last = size
         return self._last

@@ -154,11 +154,12 @@ def _family(families: tuple[str, ...], inside: tuple[str, ...]) -> str:
 @cache
 def own_kernels() -> dict[str, tuple[str, ...]]:
     """The names of the Triton kernels of `cppmega.ops` -> the families that have one, DSA first."""
-    found: dict[str, set[str]] = {}
+    families: dict[str, set[str]] = {}
     for folder in files("cppmega.ops").iterdir():
         for file in folder.iterdir() if folder.is_dir() else ():
             if file.name.endswith(("_triton.py", "_gluon.py")):
                 for name in _KERNEL.findall(file.read_text()):
-                    found.setdefault(name, set()).add(folder.name)
-    by_name = {name: sorted(of, key=lambda one: one[:4] != "dsa_") for name, of in found.items()}
-    return {name: tuple(families) for name, families in by_name.items()}
+                    families.setdefault(name, set()).add(folder.name)
+    return {
+        name: tuple(sorted(of, key=lambda one: one[:4] != "dsa_")) for name, of in families.items()
+    }

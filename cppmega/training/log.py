@@ -101,10 +101,10 @@ class Log:
     def read(self, message: str) -> LoggedStep | None:
         """Read a step's line; None for any other message."""
         tokens = self.recipe.global_batch_size * self.recipe.seq_length
-        found = megatron_line.read(message, tokens)
-        if found is None:
+        parsed = megatron_line.read(message, tokens)
+        if parsed is None:
             return None
-        step, values = found
+        step, values = parsed
         work = flops(self.recipe, self._squares()) * tokens / step.seconds / self.world_size
         return msgspec.structs.replace(
             step,

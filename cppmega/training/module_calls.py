@@ -68,8 +68,8 @@ class ModuleCalls:
 
 
 def _any_gradient(parameters: Iterable[Any]) -> bool:
-    found = (gradient(each) for each in parameters)
-    return any(each is not None and bool(each.any()) for each in found)
+    gradients = (gradient(each) for each in parameters)
+    return any(each is not None and bool(each.any()) for each in gradients)
 
 
 def _error(read: Sequence[str]) -> CppmegaError:

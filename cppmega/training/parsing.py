@@ -32,9 +32,9 @@ def parsed(parse: Callable[[], Any]) -> tuple[Any, str]:
 
 def _argument(error: Exception) -> str:
     """The argument at which the parser raised an error; empty if it was at none."""
-    found = ""
+    argument = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         action = frame.f_locals.get("action")
         if isinstance(action, argparse.Action) and action.option_strings:
-            found = f"{action.option_strings[-1]}: "
-    return found
+            argument = f"{action.option_strings[-1]}: "
+    return argument

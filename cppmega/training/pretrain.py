@@ -140,12 +140,12 @@ def _own_arguments(plan: TrainingPlan) -> Any:
 
 def _check_gpus(torch: Any) -> None:
     wanted = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if found < wanted:
+    usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if usable < wanted:
         raise CppmegaError(
             "no-gpu",
             f"The launch has {counted(wanted, 'process', 'processes')} on this host, which has "
-            f"{counted(found, 'usable GPU')}.",
+            f"{counted(usable, 'usable GPU')}.",
             "Megatron's training loop and optimizer require CUDA.",
             "nvidia-smi; cppmega recipes lists the recipes that run on CPU",
         )
@@ -218,9 +218,9 @@ def most_of_all_ranks(value: float) -> float:
     """
     import torch
 
-    found = torch.tensor(value, device="cuda", dtype=torch.float64)
-    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
-    return float(found)
+    largest = torch.tensor(value, device="cuda", dtype=torch.float64)
+    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+    return float(largest)
 
 
 def _saves(plan: TrainingPlan) -> saving.Saves | None:

@@ -208,8 +208,8 @@ def _check(trace: Trace) -> None:
 
 
 def _versions() -> dict[str, str]:
-    found = {name: packages.version(name) for name in (*packages.NAMES, "cuda")}
-    return {name: version for name, version in found.items() if version is not None}
+    versions = {name: packages.version(name) for name in (*packages.NAMES, "cuda")}
+    return {name: version for name, version in versions.items() if version is not None}
 
 
 def _create(folder: Path) -> None:

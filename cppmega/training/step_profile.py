@@ -134,7 +134,7 @@ def _kinds(
 def _waits(idle: Sequence[Idle], trace: Trace, count: int) -> tuple[Wait, ...]:
     each = [timeline.explained(gap, trace) for gap in idle]
     times = sum(each, Counter[str]())
-    gaps = Counter(name for found in each for name in found)
+    gaps = Counter(name for times_of_gap in each for name in times_of_gap)
     return tuple(
         Wait(host=name, ms=_ms(time, count), gaps=gaps[name] / count)
         for name, time in times.most_common()

@@ -81,7 +81,7 @@ def _twin(dataset: Any, codes: Any) -> Any:
 
 def _with_ids(sample: Sample, codes: Any, which: int | None) -> Sample:
     # Megatron requests None to fill a batch, and returns the first sample without a loss.
-    found = codes._query_document_sample_shuffle_indices(0 if which is None else which)[0]
+    ids = codes._query_document_sample_shuffle_indices(0 if which is None else which)[0]
     # The last one belongs to the label of the last token; a short sample is padded with -1.
-    own = torch.from_numpy(found[: len(sample["tokens"])]).long().clamp(min=0)
+    own = torch.from_numpy(ids[: len(sample["tokens"])]).long().clamp(min=0)
     return {**sample, "structure_kinds": own // LEVELS, "structure_depths": own % LEVELS}

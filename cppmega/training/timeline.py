@@ -93,15 +93,15 @@ def explained(idle: Idle, trace: Trace) -> Counter[str]:
     after, thread, until = idle.after, trace.thread, idle.end
     if after is not None and after.launched is not None:
         thread, until = after.thread, min(max(after.launched, idle.start), idle.end)
-    host, found = trace.host.get(thread, ()), Counter[str]()
+    host, spent = trace.host.get(thread, ()), Counter[str]()
     now = idle.start
     for span in host[bisect.bisect_left(host, now, key=lambda span: span.end) :]:
         if span.start >= until:
             break
         begins, ends = max(span.start, now), min(span.end, until)
-        found[PYTHON] += max(begins - now, 0)
-        found[span.name] += max(ends - begins, 0)
+        spent[PYTHON] += max(begins - now, 0)
+        spent[span.name] += max(ends - begins, 0)
         now = max(now, ends)
-    found[PYTHON] += until - now
-    found[LAUNCHED] += idle.end - until
-    return +found
+    spent[PYTHON] += until - now
+    spent[LAUNCHED] += idle.end - until
+    return +spent
