@@ -91,6 +91,8 @@ def preflight(
             console.print_json({**console.ENVELOPE, **found.as_json()})
         else:
             cli_findings.print_findings(found.findings, verbose)
+    if found.ok and not as_json and context.recipe is None and context.arguments:
+        console.say("cppmega advise with the same words says which pages serve this line")
     _finish("preflight", found, reports)
 
 
@@ -170,11 +172,14 @@ def advise(
     \b
     cppmega advise -- --num-layers 32 --hidden-size 4096 ...
 
-    The words after `--` are those of your own script for Megatron's parser; RECIPE is a shipped
-    name or a path. Nothing need be applied yet, no GPU is needed, and nothing is written. A page
-    that `serves` changes what such a run executes; one that is `possible` would with the arguments
-    or the command in its row, and with the memory that the estimate gives for the fullest GPU.
-    `cppmega explain PAGE` has the reasons and the measurements.
+    RECIPE is a shipped name, a path, or the path of a script. The words after `--` are those that
+    the script gives to Megatron's parser. Nothing need be applied yet, no GPU is needed, and
+    nothing is written.
+
+    A page that `serves` is executed by such a run once it is applied. One that is `possible` would
+    be with the arguments or the command in its row, which also has the memory that they save, by
+    the estimate. Of pages that `perhaps` serve, no argument tells. `cppmega explain PAGE` has the
+    reasons and the measurements.
     """
     from cppmega.cli import advice as cli_advice
     from cppmega.host import console

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+from benchmarks import models
 from benchmarks.harness.runs import STARTS
 from cppmega.catalogue import loader as catalogue
 from cppmega.overlay.wanted import wanted_patches
@@ -29,26 +30,20 @@ class Model:
     total: float
     active: float | None = None
     """Those that a token meets."""
-    stock: dict[str, Any] = field(default_factory=dict)
-    """Fields that are arguments instead where stock trains it: as fields they ask for pages."""
-    arguments: tuple[str, ...] = ()
 
 
 BIAS = "--moe-router-enable-expert-bias"
-NO_BIAS = {"moe_router_enable_expert_bias": False}
 NEMOTRON_H = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
 MODELS = {
     "llama3_8b_h100_cut": Model({"num_layers": 32}, 8.03),
     "qwen3_30b_a3b_h100_cut": Model({"num_layers": 48}, 30.5, 3.3),
     "deepseek_v3_h100_cut": Model(
-        {"num_layers": 61, "first_dense_layers": 3, "num_experts": 256},
-        *(671, 37, NO_BIAS, (BIAS,)),
+        {"num_layers": 61, "first_dense_layers": 3, "num_experts": 256}, 671, 37
     ),
     "dsv32_h100_cut": Model(
         {"pattern": "D-" * 3 + "DE" * 58 + "/DE", "num_experts": 256},
         # DeepSeek-V3's, and the 61 indexers of 13.96 million.
-        *(671.85, 38.4, {"dsa_kernel_backend": "none", **NO_BIAS}),
-        (BIAS, "--dsa-kernel-backend", "tilelang"),
+        *(671.85, 38.4),
     ),
     "nemotron_h_h100_cut": Model({"pattern": NEMOTRON_H}, 8.1),
 }
@@ -83,19 +78,20 @@ def test_a_cut_fits_one_h100_without_recomputation(name: str) -> None:
 
 def test_stock_needs_no_page_and_accepts_every_argument() -> None:
     pages, cases = catalogue.load(), {}
-    for name, model in MODELS.items():
-        stock = recipes_index.load(name).with_(**model.stock).plus(*model.arguments)
+    for name in MODELS:
+        own = models.MODELS[name]
+        stock = recipes_index.with_text(recipes_index.load(name), own.stock).plus(*own.arguments)
         assert {*wanted_patches(stock, pages)} <= {*STARTS}
         assert not stock.variables
         cases[name] = 1, render(stock.plus(UNFUSED), "0.19.2", RUN, 256).argv
     done = python(pristine("0.19.2"), PARSE, env={"CASES": json.dumps(cases)})
     assert "ANSWER" in done.stdout, done.stderr[-2000:]
     found = json.loads(done.stdout.partition("ANSWER")[2])
-    for name, model in MODELS.items():
+    for name in MODELS:
         assert "refused" not in found[name], found[name]
         args, cut = found[name]["args"], recipes_index.load(name)
         assert args["rotary_base"] == cut.rotary_base
-        assert args["moe_router_enable_expert_bias"] is (BIAS in model.arguments)
+        assert args["moe_router_enable_expert_bias"] is (BIAS in models.MODELS[name].arguments)
         assert args["num_query_groups"] == (cut.num_query_groups or 1)
     assert found["nemotron_h_h100_cut"]["args"]["mamba_num_heads"] == 128
     assert found["dsv32_h100_cut"]["args"]["dsa_kernel_backend"] == "tilelang"
