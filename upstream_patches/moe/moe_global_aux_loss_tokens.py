@@ -39,9 +39,8 @@ PATCH = Patch(
                 STOCK,
                 """
                 # The micro-batches that would have these counts if all were like the current one.
-                steps = self.global_tokens_per_expert.sum(dtype=torch.float32) / (
-                    total_num_tokens * self.topk
-                )
+                counts = self.global_tokens_per_expert.sum(dtype=torch.float32).clamp(min=1)
+                steps = counts / (total_num_tokens * self.topk)
                 averated_tokens_per_expert = self.global_tokens_per_expert / steps
                 """,
             ),

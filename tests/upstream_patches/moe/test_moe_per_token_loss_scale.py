@@ -1,4 +1,4 @@
-"""Runs whose routers compute an auxiliary loss per token must reach the page."""
+"""Runs whose routers compute an auxiliary loss must reach the pages about it."""
 
 from __future__ import annotations
 
@@ -38,3 +38,26 @@ def test_runs_that_must_reach_it(reached: bool, other: dict[str, Any]) -> None:
     }
     when = pages()[PAGE].patch.when
     assert when is not None and when(SimpleNamespace(**(run | other))) is reached
+
+
+@pytest.mark.parametrize(
+    ("name", "loss", "per_token", "reached"),
+    [
+        ("moe_seq_aux_loss_scale", "seq_aux_loss", True, True),
+        ("moe_seq_aux_loss_scale", "seq_aux_loss", False, False),
+        ("moe_seq_aux_loss_scale", "aux_loss", True, False),
+        ("moe_aux_loss_of_padding", "aux_loss", False, True),
+        ("moe_aux_loss_of_padding", "none", True, False),
+    ],
+)
+def test_runs_that_must_reach_the_others(
+    name: str, loss: str, per_token: bool, reached: bool
+) -> None:
+    run = SimpleNamespace(
+        num_experts=4,
+        calculate_per_token_loss=per_token,
+        moe_router_load_balancing_type=loss,
+        moe_aux_loss_coeff=0.1,
+    )
+    when = pages()[name].patch.when
+    assert when is not None and when(run) is reached
