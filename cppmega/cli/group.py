@@ -39,6 +39,7 @@ _SECTIONS = {
         "stop",
         "profile",
         "compare",
+        "checkpoint",
     ),
     "Writing patches": ("new", "pin", "port", "export"),
     "This shell": ("completion",),

@@ -14,6 +14,7 @@ from typing import NoReturn
 import click
 
 from cppmega.cli import authoring as cli_authoring
+from cppmega.cli import checkpoint as cli_checkpoint
 from cppmega.cli import preflight as cli_preflight
 from cppmega.cli import prove as cli_prove
 from cppmega.cli import recipes as cli_recipes
@@ -29,6 +30,7 @@ STOPPED = 130
 __all__ = [
     "cli",
     "cli_authoring",
+    "cli_checkpoint",
     "cli_preflight",
     "cli_prove",
     "cli_recipes",
