@@ -323,10 +323,17 @@ def _lies_in_a_package(file: str) -> bool:
 def _folders(_modules: int) -> tuple[str, ...]:
     """The folders of the standard library, of packages, of Megatron and ours; and of torch."""
     found = [sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")]
+    found += filter(_holds_packages, sys.path)
     parts = (f"megatron.{part}" for part in installed.PARTS)  # all that a mapping finder gives
     for package in (*PACKAGES, *parts, "torch", "cppmega"):
         found += getattr(sys.modules.get(package), "__path__", None) or ()
     return tuple(os.path.realpath(folder) + os.sep for folder in found)
+
+
+@functools.cache
+def _holds_packages(folder: str) -> bool:
+    """Whether packages were installed into a folder of sys.path, as `pip install --target` does."""
+    return any(Path(folder or ".").glob("*.dist-info"))
 
 
 def function(thing: Any) -> Any:

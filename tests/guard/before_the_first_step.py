@@ -14,8 +14,10 @@ import importlib.util
 import json
 import os
 import sys
+import tempfile
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from cppmega import guard
@@ -129,6 +131,16 @@ def code_in_a_file_without_a_patch():
     importlib.import_module("megatron.core.decorators").announced.__code__ = stock.__code__
 
 
+KERNELS = """
+class Kernel:
+    def __init__(self, fn):
+        self.fn = fn
+
+    def __call__(self, *given, **named):
+        return self.fn(*given, **named)
+"""
+
+
 # -- what is no attack -----------------------------------------------------------------------------
 
 
@@ -191,6 +203,18 @@ def fine_copies_by_value():
         members.pop(name)
     main = sys.modules["__main__"]
     main.copy, main.Copy = copy, type("Layer", (), members)
+
+
+@scene
+def fine_decorator_of_a_package_elsewhere():
+    """As TileLang's, from a folder of packages that `pip install --target` has filled."""
+    folder = Path(tempfile.mkdtemp())
+    (folder / "kernels-1.0.dist-info").mkdir()
+    (folder / "kernels.py").write_text(KERNELS)
+    sys.path.append(str(folder))
+    decorators = importlib.import_module("megatron.core.decorators")
+    decorators.announced = importlib.import_module("kernels").Kernel
+    thing()
 
 
 @scene

@@ -34,6 +34,7 @@ WRONG = {
 FINE = (
     *("fine_lazy_loader", "fine_chained_loader", "fine_loaded_by_its_path"),
     *("fine_copies_by_value", "fine_profiled_by_line", "fine_used"),
+    "fine_decorator_of_a_package_elsewhere",
 )
 ALIASES = "from megatron.core import thing\nfrom megatron.core.thing import double as d\n\ne = d\n"
 CALLS_OURS = '''"""
