@@ -32,27 +32,28 @@ class Drawn(NamedTuple):
     """One run in the picture."""
 
     label: str
-    steps: list[LoggedStep]
-    held_out: list[HeldOutLoss]
+    panels: dict[str, Points]
+    """Title of a panel -> the points of this run, where it has any."""
+    spikes: set[int]
 
-    def panels(self) -> dict[str, Points]:
-        """Title of a panel -> the points of this run, where it has any."""
-        panels = {
-            title: [
-                (step.step, value)
-                for step in self.steps
-                if (value := getattr(step, name)) is not None
-            ]
-            for name, title in _PANELS.items()
-        }
-        for row in self.held_out:
-            for name, loss in row.losses.items():
-                panels.setdefault(f"held-out {name}", []).append((row.evaluated, loss))
-        for step in self.steps:
-            for name, loss in step.losses.items():
-                if name != _HEAD:
-                    panels.setdefault(name, []).append((step.step, loss))
-        return {title: points for title, points in panels.items() if points}
+
+def _drawn(run: Run, label: str) -> Drawn:
+    steps = [step for _, step in sorted(curve(run).items())]
+    panels: dict[str, Points] = {title: [] for title in _PANELS.values()}
+    for step in steps:
+        for name, title in _PANELS.items():
+            if (value := getattr(step, name)) is not None:
+                panels[title].append((step.step, value))
+    for row in held_out(run):
+        for name, loss in row.losses.items():
+            panels.setdefault(f"held-out {name}", []).append((row.evaluated, loss))
+    for step in steps:
+        for name, loss in step.losses.items():
+            if name != _HEAD:
+                panels.setdefault(name, []).append((step.step, loss))
+    seen = Spikes()
+    spikes = {step.step for step in steps if seen.remark(step.loss, step.grad_norm)}
+    return Drawn(label, {title: points for title, points in panels.items() if points}, spikes)
 
 
 def curve(run: Run) -> Curve:
@@ -76,12 +77,9 @@ def plot(runs: Sequence[Run], target: Path, title: str, text: Iterable[str]) -> 
     pyplot = plotting.pyplot()
     times = Counter(run.name for run in runs)
     labels = [run.name if times[run.name] == 1 else str(run.path) for run in runs]
-    drawn = [
-        Drawn(label, [step for _, step in sorted(curve(run).items())], held_out(run))
-        for label, run in zip(labels, runs, strict=True)
-    ]
-    panels = list(dict.fromkeys([*_PANELS.values(), *(t for one in drawn for t in one.panels())]))
-    panels = [title for title in panels if any(title in one.panels() for one in drawn)]
+    drawn = [_drawn(run, label) for label, run in zip(labels, runs, strict=True)]
+    titles = dict.fromkeys([*_PANELS.values(), *(title for one in drawn for title in one.panels)])
+    panels = [title for title in titles if any(title in one.panels for one in drawn)]
     if not panels:
         raise CppmegaError(
             "nothing-to-do",
@@ -104,22 +102,13 @@ def plot(runs: Sequence[Run], target: Path, title: str, text: Iterable[str]) -> 
 
 def _panel(axis: Any, title: str, drawn: Sequence[Drawn]) -> None:
     for one, colour in zip(drawn, cycle(plotting.COLOURS), strict=False):
-        points = one.panels().get(title, [])
+        points = dict(one.panels.get(title, []))
         marker = "o" if len(points) == 1 else ""  # a line needs two
-        axis.plot(*_columns(points), color=colour, label=one.label, linewidth=1, marker=marker)
+        line = {"color": colour, "label": one.label, "linewidth": 1, "marker": marker}
+        axis.plot([*points], [*points.values()], **line)
         if title in _SPIKED:
-            spikes = _spikes(one.steps)
-            marked = [point for point in points if point[0] in spikes]
-            axis.plot(*_columns(marked), "v", color=colour, markersize=6)
+            spikes = [step for step in points if step in one.spikes]
+            axis.plot(spikes, [points[step] for step in spikes], "v", color=colour, markersize=6)
     axis.set_xlabel("step")
     axis.set_title(title, fontsize=10)
     axis.grid(alpha=0.3)
-
-
-def _columns(points: Points) -> tuple[list[int], list[float]]:
-    return [step for step, _ in points], [value for _, value in points]
-
-
-def _spikes(steps: Sequence[LoggedStep]) -> set[int]:
-    seen = Spikes()
-    return {step.step for step in steps if seen.remark(step.loss, step.grad_norm)}

@@ -112,7 +112,7 @@ def test_a_torch_that_cannot_profile_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
-def test_the_profiler_of_torch_records_the_steps_asked_for(
+def test_torch_records_the_profiled_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch = pytest.importorskip("torch")
