@@ -12,10 +12,10 @@ import pytest
 from cppmega.cli import advice as cli_advice
 from cppmega.cli.main import cli
 from cppmega.errors import CppmegaError
-from cppmega.overlay.verbs import Session
+from cppmega.preflight import context as preflight_context
 from cppmega.preflight.advice import Advice, advise
 from cppmega.preflight.context import Context
-from cppmega.preflight.messages import ParsedLine, RankAnswer
+from cppmega.preflight.messages import ParsedLine, RankAnswer, RankOrder
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.memory import estimate
 from cppmega.recipe.render import render
@@ -104,12 +104,26 @@ LINES = {
 }
 
 
+ONCE = (
+    PARSE.replace("from cppmega.preflight.workers.line import parse", "")
+    .replace("argv=argv,", "argv=argv, only_parses=True,")
+    .replace("parse(order)", "inspect(order).line")
+    .replace(
+        "te_stand_ins.read_options_once()",
+        "from cppmega.preflight.workers.rank import inspect\n"
+        "from tests.support import parsed_line\n"
+        "parsed_line.build_parser_once()",
+    )
+)
+"""As a rank that only parses, with one parser for all lines."""
+
+
 @pytest.fixture(scope="module")
 def contexts() -> dict[str, Context]:
     """A context of each line, whose process has already answered."""
     found = {n: launch(None, *one.words, root=pristine("0.19.2")) for n, one in LINES.items()}
     order = {name: [one.launch_line.argv, None, {}, ()] for name, one in found.items()}
-    done = python(pristine("0.19.2"), PARSE, env={"CASES": json.dumps(order)})
+    done = python(pristine("0.19.2"), ONCE, env={"CASES": json.dumps(order)})
     assert "ANSWER" in done.stdout, done.stderr[-3000:]
     lines = json.loads(done.stdout.partition("ANSWER")[2])
     first = next(iter(found.values()))
@@ -195,11 +209,18 @@ def test_what_cannot_be_read_is_an_error(
     assert caught.value.name == error
 
 
-def test_nothing_need_be_applied(capsys: pytest.CaptureFixture[str]) -> None:
-    root = pristine("0.19.2")
-    cli.main(
-        ["advise", "--megatron", str(root), "--json", "--", *RAW, *BF16], standalone_mode=False
-    )
+def test_the_command_parses_and_applies_nothing(
+    contexts: dict[str, Context],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def answered(worker: str, order: RankOrder, *ignored: Any, **more: Any) -> RankAnswer:
+        assert order.only_parses and order.argv == LINES["cudnn"].words
+        return contexts["cudnn"].process
+
+    monkeypatch.setattr(preflight_context, "ask", answered)
+    root, words = pristine("0.19.2"), LINES["cudnn"].words
+    cli.main(["advise", "--megatron", str(root), "--json", "--", *words], standalone_mode=False)
     answer = json.loads(capsys.readouterr().out)
     assert {one["state"] for one in answer["serves"]} == {"pending"}
-    assert Session(root).pages.keys() >= {one["name"] for one in answer["serves"]}
+    assert "with --dsa-kernel-backend none" in {one["how"] for one in answer["possible"]}

@@ -29,10 +29,10 @@ import torch
 from megatron.core.transformer import transformer_config
 from megatron.core.tokenizers.utils import build_tokenizer
 from megatron.training import arguments
-from tests.support import te_stand_ins
+from tests.support import parsed_line, te_stand_ins
 
 te_stand_ins.kernels_of_experts()
-te_stand_ins.read_options_once()
+parsed_line.build_parser_once()
 cases = json.loads(os.environ["CASES"])
 os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
 out = {}

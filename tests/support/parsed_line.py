@@ -67,6 +67,11 @@ def _options() -> argparse.ArgumentParser:
     return _ADD(argparse.ArgumentParser(allow_abbrev=False))
 
 
+def build_parser_once() -> None:
+    """Let every parse of this process use one parser; none may add arguments to it."""
+    arguments.add_megatron_arguments = _with_options
+
+
 def _with_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Megatron's parser of this process, which takes long to build."""
     return _options()
