@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,13 @@ import docs_pages
 
 
 def on_config(config: Any) -> Any:
-    """Put every page into the navigation."""
+    """Put every page into the navigation, and take the addresses from pyproject.toml."""
     config.nav = docs_pages.navigation()
+    pyproject = tomllib.loads((docs_pages.REPOSITORY / "pyproject.toml").read_text())
+    stated = pyproject["tool"]["hatch"]["metadata"]["hooks"]["custom"]
+    config.site_url = stated["documentation"]
+    if stated["repository"]:
+        config.repo_url, config.repo_name = stated["repository"], "cppmega"
     return config
 
 

@@ -33,7 +33,8 @@ from cppmega.tree import accepted
 
 from . import checkpoint, corpus, packs
 from . import model as smoke_model
-from .training_step import CurvePoint, learning_rate, over_ranks, train_step
+from .records import CurvePoint
+from .training_step import learning_rate, over_ranks, train_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

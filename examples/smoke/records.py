@@ -6,11 +6,23 @@ from pathlib import Path
 
 import msgspec
 
-from .training_step import CurvePoint
-
 CURVE, SUMMARY = "curve.json", "summary.json"
 STOCK = "stock"
 """`overlay` of a run on the pristine text."""
+
+
+class CurvePoint(msgspec.Struct, frozen=True, kw_only=True):
+    """One training step, over all ranks."""
+
+    step: int
+    loss: float
+    mtp: float | None
+    """Mean over the MTP depths, on the labels that Megatron computed; None: there is no MTP."""
+    grad_norm: float
+    wrong: int
+    """MTP labels that are wrong or missing, judged by the documents."""
+    labels: int
+    """True MTP labels in the documents."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,20 +14,7 @@ from cppmega.training.nonfinite import Watch, gradient_error, loss_error
 from cppmega.training.packing import Packed
 
 from .packs import loss_per_token, true_labels
-
-
-class CurvePoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One training step, over all ranks."""
-
-    step: int
-    loss: float
-    mtp: float | None
-    """Mean over the MTP depths, on the labels that Megatron computed; None: there is no MTP."""
-    grad_norm: float
-    wrong: int
-    """MTP labels that are wrong or missing, judged by the documents."""
-    labels: int
-    """True MTP labels in the documents."""
+from .records import CurvePoint
 
 
 def learning_rate(plan: Recipe, step: int) -> float:
