@@ -91,17 +91,26 @@ def runs(folder: Path = RESULTS) -> list[Run]:
     """Every measured run of a shipped recipe that Megatron trains, by the name of its file."""
     found = []
     for path in sorted(folder.glob("*.json")):
-        result = json.loads(path.read_text())
-        if not isinstance(result, dict) or result.get("recipe") not in recipes_index.shipped():
-            continue
-        # Those of the benchmark `parts` share a GPU, so that they have no speed.
-        if "runs" in result and result.get("benchmark") != "parts":
+        for result in _results(json.loads(path.read_text())):
             recipe = recipes_index.with_text(
                 recipes_index.load(result["recipe"]), result["changes"]
             )
             changes = tuple(one for one in result["changes"] if not one.startswith(_LENGTH))
             found += [Run(recipe, changes, name, path, result) for name in result["runs"]]
     return found
+
+
+def _results(result: Any) -> Iterator[dict[str, Any]]:
+    """The results of single recipes in a file: its own, or one for each side of its models."""
+    if not isinstance(result, dict):
+        return
+    shares_a_gpu = result.get("benchmark") == "parts"  # and so has no speed
+    if result.get("recipe") in recipes_index.shipped() and "runs" in result and not shares_a_gpu:
+        yield result
+    for recipe, sides in result.get("models", {}).items():
+        for name, side in sides.items():
+            changes = [f"micro_batch_size={side['choice'][1]}"]
+            yield {**result, "recipe": recipe, "changes": changes, "runs": {name: side["run"]}}
 
 
 def measured(link: str, folder: Path = RESULTS) -> str:

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import kernel_plot
 import production
 
+from benchmarks.models import MODELS, SIDES
 from benchmarks.stacks import STEPS
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.arithmetic import parameters
@@ -52,7 +53,7 @@ def filled(text: str, parts: Mapping[str, str]) -> str:
 
 def parts() -> dict[str, str]:
     """The generated parts of the README by name."""
-    return {"speed": speed(), "smoke": smoke(), "upstream": upstream()}
+    return {"models": models(), "speed": speed(), "smoke": smoke(), "upstream": upstream()}
 
 
 def speed() -> str:
@@ -79,6 +80,24 @@ def speed() -> str:
         f"{longest.result['gpus']} H200 ([curves](benchmarks/results/{longest.file.stem}.png)). "
         "Its authors name 4.73 billion\nand another pattern of layers; what they launched is what "
         "trains here ([why](docs/production.md#reported-by-the-earlier-overlay)).\n"
+    )
+
+
+def models() -> str:
+    """Cuts of public models on one GPU, stock and with the patches."""
+    result = json.loads((RESULTS / "models_h200.json").read_text())
+    heads = ["model", "stock, tokens/s", "with the patches", "ratio", "peak memory, GiB"]
+    rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for recipe, sides in result["models"].items():
+        stock, ours = (sides[side]["run"] for side in SIDES)
+        rates = [run["tokens_per_second"] for run in (stock, ours)]
+        peaks = " to ".join(f"{run['peak_gib']:.1f}" for run in (stock, ours))
+        cells = [MODELS[recipe].title, *(f"{rate:,.0f}" for rate in rates)]
+        rows.append(f"| {' | '.join([*cells, f'{rates[1] / rates[0]:.2f}', peaks])} |")
+    table = "\n".join(rows)
+    return (
+        f"\n{table}\n\nEach is cut to a few layers at its true widths, and trains on one H200 from "
+        "the same weights ([settings and losses](benchmarks/results/models_h200.md)).\n"
     )
 
 
