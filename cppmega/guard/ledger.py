@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from cppmega.errors import CppmegaError
 from cppmega.host import env, process
 
 _FILE = "cppmega-guard"
@@ -25,19 +24,6 @@ _FILE = "cppmega-guard"
 What = Literal["holds", "joined", "stepped", "excused", "refused"]
 """The process carries the guard; it has joined a process group; one of its steps was checked; it
 has ended and needed no step; the guard has refused it."""
-
-
-class Refusal(msgspec.Struct, frozen=True):
-    """The error with which the guard refused a process."""
-
-    name: str
-    what: str
-    why: str
-    next: str
-
-    def error(self, where: str) -> CppmegaError:
-        """The error, with the place where it was raised."""
-        return CppmegaError(self.name, f"{where}: {self.what}", self.why, self.next)
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +39,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """Why a process needed no step."""
     where: str = ""
     """Host and rank of a process that was refused."""
-    error: Refusal | None = None
+    error: dict[str, str] | None = None
+    """The parts of its error."""
 
 
 _address = ""

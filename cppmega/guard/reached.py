@@ -11,6 +11,7 @@ from cppmega.catalogue import gates
 from cppmega.errors import CppmegaError
 from cppmega.guard import allowed, files, reached_marks, rules
 from cppmega.guard.held import Guard
+from cppmega.guard.swaps import module_name
 from cppmega.host import env
 from cppmega.host.wording import counted as patches
 from cppmega.rules import given
@@ -38,7 +39,7 @@ def here(guard: Guard) -> Seen:
     imported = (
         name
         for name in guard.receipt.pages
-        if any(sys.modules.get(_module(path)) is not None for path in _marked(guard, name))
+        if any(sys.modules.get(module_name(path)) is not None for path in _marked(guard, name))
     )
     return Seen(frozenset(reached_marks.reached()), frozenset(imported))
 
@@ -95,10 +96,6 @@ def _marked(guard: Guard, name: str) -> list[str]:
     """The files whose code shows that a page is reached."""
     patch = guard.session.pages[name].patch
     return [edit.path for edit in guard.edits.get(name, ()) if patch.marks(edit)]
-
-
-def _module(path: str) -> str:
-    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 def _of_megatrons_loop(path: str) -> bool:

@@ -25,11 +25,8 @@ def broken(guard: Guard) -> CppmegaError | None:
 
 def arguments_of(guard: Guard) -> Any:
     """The arguments that a custom loop has given, else those that Megatron has parsed."""
-    return guard.arguments or megatrons_arguments()
-
-
-def megatrons_arguments() -> Any:
-    """The arguments that Megatron has parsed in this process; None if it has parsed none."""
+    if guard.arguments is not None:
+        return guard.arguments
     variables: Any = sys.modules.get("megatron.training.global_vars")
     with contextlib.suppress(Exception):  # it asserts that there are some
         return variables.get_args() if variables is not None else None

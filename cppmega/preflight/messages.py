@@ -8,7 +8,6 @@ from typing import Any
 from msgspec import Struct
 
 from cppmega.checkpoints.files import Archive
-from cppmega.errors import CppmegaError
 
 
 class Order(Struct, frozen=True, kw_only=True):
@@ -16,24 +15,6 @@ class Order(Struct, frozen=True, kw_only=True):
 
     parent: int | None = None
     """Process that waits for the answer; set by `ask`."""
-
-
-class Problem(Struct, frozen=True):
-    """A `CppmegaError` that another process found."""
-
-    name: str
-    what: str
-    why: str
-    next: str
-
-    @classmethod
-    def from_error(cls, error: CppmegaError) -> Problem:
-        """The four parts of an error."""
-        return cls(error.name, error.what, error.why, error.next)
-
-    def as_error(self) -> CppmegaError:
-        """The exception again."""
-        return CppmegaError(self.name, self.what, self.why, self.next)
 
 
 class RankOrder(Order, frozen=True, kw_only=True):
@@ -75,7 +56,8 @@ class ParsedLine(Struct, frozen=True, kw_only=True):
 class RankAnswer(Struct, frozen=True, kw_only=True):
     """The findings of a process that imports what a rank imports."""
 
-    problems: list[Problem]
+    problems: list[dict[str, str]]
+    """The parts of each error."""
     imported: str = ""
     """Summary of what was imported."""
     line: ParsedLine | None = None
@@ -201,7 +183,8 @@ class CheckpointOrder(Order, frozen=True, kw_only=True):
 class CheckpointAnswer(Struct, frozen=True, kw_only=True):
     """Everything in the archives except tensors."""
 
-    problem: Problem | None = None
+    problem: dict[str, str] | None = None
+    """The parts of the error that opening them raised."""
     state: Mapping[str, Any] = {}
     arguments: Mapping[str, Any] = {}
     """Megatron's arguments of the run that saved it; empty if it has none."""

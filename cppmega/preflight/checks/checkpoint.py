@@ -76,7 +76,7 @@ def _read(context: Context, load: Path) -> Saved:
     order = CheckpointOrder(archives=[*complete.archives])
     answer = ask(_WORKER, order, CheckpointAnswer, context.environ)
     if answer.problem is not None:
-        raise answer.problem.as_error()
+        raise CppmegaError(**answer.problem)
     shapes, summed = complete.shapes, complete.summed
     return Saved(complete.step, answer.state, answer.arguments, shapes, summed)
 

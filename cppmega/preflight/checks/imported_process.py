@@ -6,6 +6,7 @@ its file.
 
 from __future__ import annotations
 
+from cppmega.errors import CppmegaError
 from cppmega.host import interpreter
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import refuse
@@ -27,5 +28,5 @@ def check(context: Context) -> str:
     """
     root = context.session.read_tree().root
     interpreter.require_torch(root, "cppmega preflight", or_below=True)
-    refuse(problem.as_error() for problem in context.process.problems)
+    refuse(CppmegaError(**problem) for problem in context.process.problems)
     return f"a separate process imports {context.process.imported}"

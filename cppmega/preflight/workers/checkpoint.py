@@ -27,7 +27,7 @@ from cppmega.checkpoints.allowed import (
 from cppmega.checkpoints.files import ARCHIVES, Archive, naming
 from cppmega.errors import CppmegaError
 from cppmega.preflight.ask import serve
-from cppmega.preflight.messages import CheckpointAnswer, CheckpointOrder, Problem
+from cppmega.preflight.messages import CheckpointAnswer, CheckpointOrder
 
 _DEEPEST = 8
 """The limit of nested pickles; Megatron and Transformer Engine nest two."""
@@ -47,7 +47,7 @@ def open_all(order: CheckpointOrder) -> CheckpointAnswer:
             if archive.holds_state and isinstance(content, dict):
                 states.append(content)
     except CppmegaError as error:
-        return CheckpointAnswer(problem=Problem.from_error(error))
+        return CheckpointAnswer(problem=error.as_json())
     state = next((one for one in states if "args" in one), {} if not states else states[0])
     args = state.get("args")
     arguments = args.state if isinstance(args, Inert) else None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from cppmega.errors import CppmegaError
 from cppmega.preflight.ask import serve
-from cppmega.preflight.messages import Problem, RankAnswer, RankOrder
+from cppmega.preflight.messages import RankAnswer, RankOrder
 from cppmega.preflight.workers import line as launch_line
 
 if TYPE_CHECKING:
@@ -33,14 +33,14 @@ def inspect(order: RankOrder) -> RankAnswer:
     try:
         problems, imported = ([], "") if order.only_parses else _imported(order)
     except CppmegaError as error:
-        return RankAnswer(problems=[Problem.from_error(error)])
+        return RankAnswer(problems=[error.as_json()])
     line = None
     try:
         line = launch_line.parse(order) if order.argv is not None else None
     except CppmegaError as error:
         problems.append(error)
     return RankAnswer(
-        problems=[Problem.from_error(problem) for problem in problems], imported=imported, line=line
+        problems=[problem.as_json() for problem in problems], imported=imported, line=line
     )
 
 
