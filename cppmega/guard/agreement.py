@@ -88,10 +88,10 @@ def refuse(answers: Sequence[Answer], when: str, *, keep_replaced: bool = False)
         CppmegaError: the problem of a rank, `overlay-differs`, `stack-differs`,
             `imported-differs`.
     """
-    found = [(one.where, one.problem) for one in answers]
+    problems = [(one.where, one.problem) for one in answers]
     if not keep_replaced:
-        found += [(one.where, one.replaced) for one in answers]
-    refuse_first(found, when)
+        problems += [(one.where, one.replaced) for one in answers]
+    refuse_first(problems, when)
     _refuse_differing("overlay", {one.where: one.overlay for one in answers})
     for name in dict.fromkeys(name for one in answers for name in one.stack):
         _refuse_differing(name, {a.where: a.stack[name] for a in answers if name in a.stack})
@@ -99,13 +99,13 @@ def refuse(answers: Sequence[Answer], when: str, *, keep_replaced: bool = False)
         _refuse_files(ranks.gather((ranks.where(), files.last().files)))
 
 
-def refuse_first(found: Iterable[tuple[str, CppmegaError | None]], when: str = "") -> None:
+def refuse_first(problems: Iterable[tuple[str, CppmegaError | None]], when: str = "") -> None:
     """Raise the first error of some rank, with the places of all ranks that have one.
 
     Raises:
         CppmegaError: under the name of that error.
     """
-    broken = [(where, error) for where, error in found if error is not None]
+    broken = [(where, error) for where, error in problems if error is not None]
     if broken:
         first, at = broken[0][1], f", {when}" if when else ""
         texts = dict.fromkeys(f"{where}{at}: {error.what}" for where, error in broken[:8])
@@ -114,16 +114,16 @@ def refuse_first(found: Iterable[tuple[str, CppmegaError | None]], when: str = "
 
 def stack() -> dict[str, str]:
     """The versions of Python and of the packages that this process has imported."""
-    found = {"Python": sys.version.partition(" ")[0]}
+    versions = {"Python": sys.version.partition(" ")[0]}
     for name in _STACK:
         version = getattr(sys.modules.get(name), "__version__", None)
         if isinstance(version, str):
-            found[name] = version
+            versions[name] = version
     torch = sys.modules.get("torch")
     if torch is not None and torch.version.cuda:
-        found["CUDA"] = torch.version.cuda
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
+        versions["CUDA"] = torch.version.cuda
+        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return versions
 
 
 def _refuse_differing(name: str, held: dict[str, str]) -> None:

@@ -43,14 +43,14 @@ def _inside_of_dynamo(thing: Any) -> Any:
 @functools.cache
 def _codes(module: types.ModuleType) -> list[types.CodeType]:
     """The code of every function that a module defines."""
-    found: list[types.CodeType] = []
+    codes: list[types.CodeType] = []
     for value in vars(module).values():
         if getattr(value, "__module__", None) != module.__name__:
             continue
         for member in [value, *(vars(value).values() if isinstance(value, type) else ())]:
             if type(member) is types.FunctionType:
-                found.extend(nested(member.__code__))
-    return found
+                codes.extend(nested(member.__code__))
+    return codes
 
 
 def _is_scripted(now: Any, then: Any) -> bool:

@@ -61,10 +61,10 @@ def of_source(path: Path, data: bytes, *, loaded: bool = False) -> Expected:
         code, stale = marshal.loads(memoryview(bytecode)[pyc.HEADER :]), ""
     else:
         code, stale = _compiled(path, data, cached, bytecode)
-    found = Expected(digest, stale=stale)
+    expected = Expected(digest, stale=stale)
     for each in nested(code):
-        found.codes.setdefault(each.co_qualname, []).append(each)
-    return found
+        expected.codes.setdefault(each.co_qualname, []).append(each)
+    return expected
 
 
 def same_code(one: types.CodeType, other: types.CodeType) -> bool:
@@ -91,20 +91,20 @@ def nested(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from nested(constant)
 
 
-def plain(found: Expected) -> set[str]:
+def plain(expected: Expected) -> set[str]:
     """Qualified names of functions and methods that have one definition, without a decorator."""
     names: set[str] = set()
-    for name, codes in found.codes.items():
+    for name, codes in expected.codes.items():
         if name == "<module>" or "<" not in name:
             outer = "" if name == "<module>" else f"{name}."
             names.update(outer + each for code in codes for each in _plain_definitions(code))
-    return {name for name in names if len(found.codes.get(name, ())) == 1}
+    return {name for name in names if len(expected.codes.get(name, ())) == 1}
 
 
-def state(found: Expected) -> set[str]:
+def state(expected: Expected) -> set[str]:
     """Names of variables and attributes that the file assigns while it runs: state, not code."""
     names: set[str] = set()
-    for codes in found.codes.values():
+    for codes in expected.codes.values():
         for code in codes:
             for opcode in (_STORES_GLOBAL, _STORES_ATTRIBUTE):
                 names.update(code.co_names[index] for _, index in _steps(code, opcode))

@@ -322,12 +322,12 @@ def _lies_in_a_package(file: str) -> bool:
 @functools.lru_cache(maxsize=1)
 def _folders(_modules: int) -> tuple[str, ...]:
     """The folders of the standard library, of packages, of Megatron and ours; and of torch."""
-    found = [sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")]
-    found += filter(_holds_packages, sys.path)
+    folders = [sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")]
+    folders += filter(_holds_packages, sys.path)
     parts = (f"megatron.{part}" for part in installed.PARTS)  # all that a mapping finder gives
     for package in (*PACKAGES, *parts, "torch", "cppmega"):
-        found += getattr(sys.modules.get(package), "__path__", None) or ()
-    return tuple(os.path.realpath(folder) + os.sep for folder in found)
+        folders += getattr(sys.modules.get(package), "__path__", None) or ()
+    return tuple(os.path.realpath(folder) + os.sep for folder in folders)
 
 
 @functools.cache

@@ -26,10 +26,10 @@ def check() -> None:
     """
     for error in _unrecorded():
         raise error
-    found = [_error(*wrong) for wrong in _wrong()]
-    if found:
-        more = f" ({len(found) - 1} more of this kind.)" if len(found) > 1 else ""
-        first = found[0]
+    errors = [_error(*wrong) for wrong in _wrong()]
+    if errors:
+        more = f" ({len(errors) - 1} more of this kind.)" if len(errors) > 1 else ""
+        first = errors[0]
         raise CppmegaError(first.name, first.what + more, first.why, first.next)
 
 
@@ -135,14 +135,14 @@ def _modules_with_copies() -> Iterator[types.ModuleType]:
 
 def _definitions() -> dict[str, dict[str, list[Any]]]:
     """Module -> name -> the objects of its imports, of patched files and of our own."""
-    found: dict[str, dict[str, list[Any]]] = {}
+    homes: dict[str, dict[str, list[Any]]] = {}
     for one in imports.WATCHED.records:
         if one.kind != "other":
-            home = found.setdefault(one.module.__name__, {})
+            home = homes.setdefault(one.module.__name__, {})
             for name, pinned in one.pins.items():
                 if name in one.code.codes:
                     home.setdefault(name, []).append(pinned.thing)
-    return found
+    return homes
 
 
 def _is_a_layer(thing: Any, right: list[Any]) -> bool:

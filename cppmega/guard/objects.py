@@ -157,19 +157,19 @@ def _attributes(thing: Any) -> dict[str, Any]:
 
 
 def _of_function(function: types.FunctionType) -> dict[str, Any]:
-    found: dict[str, Any] = {"(code)": function.__code__, "(defaults)": function.__defaults__}
+    contents: dict[str, Any] = {"(code)": function.__code__, "(defaults)": function.__defaults__}
     for name, value in (function.__kwdefaults__ or {}).items():
-        found[f"default of {name}"] = value
+        contents[f"default of {name}"] = value
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         try:
-            found[f"closure {name}"] = cell.cell_contents
+            contents[f"closure {name}"] = cell.cell_contents
         except ValueError:  # not assigned yet
             continue
     # functools.singledispatch: the implementation for each type
     registry = getattr(function, "registry", None)
     if type(registry) is types.MappingProxyType:
-        found.update({f"implementation for {key}": value for key, value in registry.items()})
-    return found
+        contents.update({f"implementation for {key}": value for key, value in registry.items()})
+    return contents
 
 
 _STORE = dis.opmap["STORE_DEREF"]

@@ -31,10 +31,10 @@ _ON_JOIN: list[Callable[[], None]] = []
 
 def distributed() -> Any:
     """`torch.distributed` if this process is a rank of a group, else None."""
-    found = getattr(sys.modules.get("torch"), "distributed", None)
-    if found is None or not found.is_available() or not found.is_initialized():
+    module = getattr(sys.modules.get("torch"), "distributed", None)
+    if module is None or not module.is_available() or not module.is_initialized():
         return None
-    return found
+    return module
 
 
 def rank() -> int:

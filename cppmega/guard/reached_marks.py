@@ -12,9 +12,9 @@ REACHED: set[str] = set()
 
 def reached() -> set[str]:
     """Names of the pages that this process has reached so far, over all imported modules."""
-    found = set(REACHED)
+    names = set(REACHED)
     for module in list(sys.modules.values()):
         flags = getattr(module, "__dict__", {}).get(FLAGS)
         if isinstance(flags, set):
-            found |= flags
-    return found
+            names |= flags
+    return names

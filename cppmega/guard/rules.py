@@ -19,8 +19,8 @@ def broken(guard: Guard) -> CppmegaError | None:
     if args is None:
         return None
     pages = (guard.session.pages[name] for name in guard.receipt.pages)
-    found = page_rules.broken(pages, Run(args, os.environ))
-    return found[0] if found else None
+    errors = page_rules.broken(pages, Run(args, os.environ))
+    return errors[0] if errors else None
 
 
 def arguments_of(guard: Guard) -> Any:

@@ -47,13 +47,13 @@ def references(item: Installed) -> list[str]:
 
 def _parts(item: Installed, original: Any) -> set[int]:
     """Objects that may hold the original: the registry, and the parts of the replacement."""
-    found = {id(REGISTRY.installed)}
+    ids = {id(REGISTRY.installed)}
     pending: list[Any] = [item, vars(item), item.original, item.replacement]
     while pending:
         thing = pending.pop()
-        if id(thing) in found:
+        if id(thing) in ids:
             continue
-        found.add(id(thing))
+        ids.add(id(thing))
         if isinstance(thing, types.FunctionType):
             pending += [vars(thing), *(thing.__closure__ or ())]
         elif isinstance(thing, type) and (thing is original or thing is item.replacement):
@@ -61,7 +61,7 @@ def _parts(item: Installed, original: Any) -> set[int]:
             pending += [thing.__mro__, thing.__bases__, *vars(thing).values()]
         elif isinstance(thing, types.CellType | staticmethod | classmethod):
             pending += gc.get_referents(thing)
-    return found
+    return ids
 
 
 def _described(holder: Any, parts: set[int], above: int = 3) -> str:

@@ -47,8 +47,8 @@ def watch(training: ModuleType) -> None:
         if not ranks.is_last():
             return
         args = importlib.import_module("megatron.training.global_vars").get_args()
-        found = megatron_line.read(message, args.global_batch_size * args.seq_length)
-        if found is not None:
-            metrics.append(node.run.metrics, found[0])
+        logged = megatron_line.read(message, args.global_batch_size * args.seq_length)
+        if logged is not None:
+            metrics.append(node.run.metrics, logged[0])
 
     imports.replace(training, "print_rank_last", print_rank_last)

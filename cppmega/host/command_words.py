@@ -33,17 +33,17 @@ def read(words: Sequence[str]) -> list[Option]:
     `--` counts as an option whose values are all that follows it.
     """
     mine, after = split(words)
-    found: list[Option] = []
+    options: list[Option] = []
     for word in mine:
         if _OPTION.match(word):
             name, equals, value = word.partition("=")
-            found.append(Option(name, (value,) if equals else (), (word,)))
+            options.append(Option(name, (value,) if equals else (), (word,)))
             continue
-        last = found.pop() if found else Option("", (), ())
-        found.append(Option(last.name, (*last.values, word), (*last.words, word)))
+        last = options.pop() if options else Option("", (), ())
+        options.append(Option(last.name, (*last.values, word), (*last.words, word)))
     if len(mine) < len(words):
-        found.append(Option("--", after, ("--", *after)))
-    return found
+        options.append(Option("--", after, ("--", *after)))
+    return options
 
 
 def split(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -123,11 +123,11 @@ def _table(path: Path) -> dict[str, Any] | None:
     if path.name == SHARED and "tool.cppmega" not in text:
         return None
     try:
-        found = tomllib.loads(text)
+        table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise _bad(path, str(error)) from None
-    found = found if path.name == OWN else found.get("tool", {}).get("cppmega")
-    return found if isinstance(found, dict) else None
+    table = table if path.name == OWN else table.get("tool", {}).get("cppmega")
+    return table if isinstance(table, dict) else None
 
 
 def checked(table: dict[str, Any], path: Path) -> Configuration:

@@ -25,8 +25,8 @@ def cuda_graphs(args: object) -> str:
 
 def graph_parts(args: object) -> set[str]:
     """The named parts of layers that are captured one by one; empty: complete layers."""
-    found = (_names(args, option) for option in (*_MODULES, _SCOPE))
-    return next((names for names in found if names), set()) - {"full"}
+    stated = (_names(args, option) for option in (*_MODULES, _SCOPE))
+    return next((names for names in stated if names), set()) - {"full"}
 
 
 def captures(args: object, part: str) -> bool:

@@ -62,15 +62,15 @@ def activated() -> Iterator[Path]:
 
 def of_environment(root: Path) -> Path | None:
     """The interpreter of the environment whose packages are in a folder; None if there is none."""
-    found = _LIBRARIES.match(str(root.absolute()))
-    if found is None:
+    match = _LIBRARIES.match(str(root.absolute()))
+    if match is None:
         return None
-    interpreter = Path(found[1], "bin", "python")
+    interpreter = Path(match[1], "bin", "python")
     return interpreter if interpreter.exists() else None
 
 
 def _holds_torch(root: Path) -> bool:
     """Whether this Python could import torch from the folder that holds megatron/."""
-    found = _LIBRARIES.match(str(root.absolute()))
+    match = _LIBRARIES.match(str(root.absolute()))
     ours = ".".join(map(str, sys.version_info[:2]))
-    return (root / "torch" / "__init__.py").is_file() and (found is None or found[2] == ours)
+    return (root / "torch" / "__init__.py").is_file() and (match is None or match[2] == ours)

@@ -54,8 +54,8 @@ def _cuda() -> str | None:
         value = getattr(node, "value", None)
         for target in targets:
             if isinstance(target, ast.Name) and target.id == "cuda":
-                found = value.value if isinstance(value, ast.Constant) else None
-                return found if isinstance(found, str) else None
+                literal = value.value if isinstance(value, ast.Constant) else None
+                return literal if isinstance(literal, str) else None
     return None
 
 
@@ -70,15 +70,17 @@ def demands() -> Iterator[tuple[str, Requirement, str]]:
             if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
                 continue
             other = wanted.name.lower().replace("_", "-")
-            found = version(other) if other in NAMES else None
-            if found is not None and not wanted.specifier.contains(_of(found), prereleases=True):
-                yield name, wanted, found
+            installed = version(other) if other in NAMES else None
+            if installed is not None and not wanted.specifier.contains(
+                _of(installed), prereleases=True
+            ):
+                yield name, wanted, installed
 
 
-def _of(found: str) -> str:
+def _of(text: str) -> str:
     """The release that a vendor's build is of: NGC's torch 2.6.0a0+nv25 counts as 2.6.0."""
-    version = Version(found)
-    return version.base_version if version.is_prerelease and version.local else found
+    version = Version(text)
+    return version.base_version if version.is_prerelease and version.local else text
 
 
 def _requires(name: str) -> list[str]:

@@ -80,19 +80,19 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 def words(line: Iterable[str]) -> list[str]:
     """A command line without the values of secret options, and without secrets in its words."""
-    found: list[str] = []
+    shown: list[str] = []
     hide = False
     for word in line:
         option, equals, _ = word.partition("=")
         secret = bool(_SECRET_OPTION.fullmatch(option) and not _OF_A_TOKENIZER.fullmatch(option))
         if hide and not word.startswith("--"):
-            found.append(HIDDEN)
+            shown.append(HIDDEN)
         elif secret and equals:
-            found.append(f"{option}={HIDDEN}")
+            shown.append(f"{option}={HIDDEN}")
         else:
-            found.append(text(word))
+            shown.append(text(word))
         hide = secret and not equals
-    return found
+    return shown
 
 
 def text(value: str) -> str:

@@ -85,9 +85,9 @@ def examine(context: Context, progress: Progress | None = None) -> Preflight:
             continue
         if progress is not None:
             progress(name)
-        found = answers(name, context)
-        findings += found
-        if any(finding.state == "failed" for finding in found):
+        answered = answers(name, context)
+        findings += answered
+        if any(finding.state == "failed" for finding in answered):
             unsound.add(name)
     if "one_root" in unsound:
         return Preflight(tuple(findings), None, "")

@@ -23,20 +23,20 @@ _IMPORTS = re.compile(
 
 def first_importers(names: Collection[str], packages: Iterable[Path]) -> dict[str, Path]:
     """A file of the packages that imports each name; names that none imports are left out."""
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for package in packages if names else ():
         imported = _imported(package)
-        found = {name: imported[name] for name in names if name in imported} | found
-    return found
+        files = {name: imported[name] for name in names if name in imported} | files
+    return files
 
 
 @lru_cache(maxsize=16)
 def _imported(package: Path) -> dict[str, Path]:
     """The top-level names that the files of a package import, each with one of the files."""
-    found: dict[str, Path] = {}
+    importers: dict[str, Path] = {}
     for where, _, files in os.walk(package):
         for file in (Path(where, name) for name in files if name.endswith(".py")):
             for line in _IMPORTS.finditer(file.read_bytes()):
                 for name in (line["names"] or line["name"] or line["called"]).split(b","):
-                    found.setdefault(re.split(rb"\W", name.strip())[0].decode(), file)
-    return found
+                    importers.setdefault(re.split(rb"\W", name.strip())[0].decode(), file)
+    return importers

@@ -59,9 +59,9 @@ def _is_asked(args: Any) -> bool:
 def _check(run: Run) -> bool:
     """Read the kinds of the layers; whatever they contradict is raised."""
     if uses_dsa(run):
-        found = sources(run)
+        layers = sources(run)
         for stage in _stages(run):
-            kinds.check_stage(found, stage)
+            kinds.check_stage(layers, stage)
     return False
 
 
@@ -76,9 +76,9 @@ def _lacking(run: Run) -> dict[str, str]:
     if not held:
         return {}
     ends = [layer.rpartition("decoder.")[2] for layer in held]
-    found = sources(run)
-    full = [number for number, source in found.items() if number == source]
-    if "layers.self_attention" in ends and len(full) == len(found):
+    layers = sources(run)
+    full = [number for number, source in layers.items() if number == source]
+    if "layers.self_attention" in ends and len(full) == len(layers):
         return {}  # one tensor stacks the weights of all layers
     names = (f"layers.{number - 1}.self_attention" for number in full)
     return _missing([f"decoder.{name}" for name in names if name not in ends], held)

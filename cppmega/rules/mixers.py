@@ -40,12 +40,12 @@ def _no_head_of_m2rnn(run: Run) -> object:
 
 def _other_definition(run: Run) -> object:
     """Whether a checkpoint's Mamba-3 layers compute A in another way, and in which ways."""
-    found = {name.partition(DECAY)[2] for name in run.saved if DECAY in name}
+    definitions = {name.partition(DECAY)[2] for name in run.saved if DECAY in name}
     sizes = mixers.mamba3(run.cppmega_variables)
     wanted = {sizes.definition} if sizes is not None else set()
-    if not run.saved or found == wanted:
+    if not run.saved or definitions == wanted:
         return False
-    names: list[Any] = [", ".join(sorted(each)) or "no Mamba-3" for each in (found, wanted)]
+    names: list[Any] = [", ".join(sorted(each)) or "no Mamba-3" for each in (definitions, wanted)]
     return {"saved": names[0], "wanted": names[1]}
 
 

@@ -140,9 +140,9 @@ class Rule:
         if not all(getattr(run, need) is not None for need in self.needs):
             return
         try:
-            found = self.when(run)
-            found = found if isinstance(found, Iterator) else [found] if found else []
-            cases = [case if isinstance(case, Mapping) else {} for case in found]
+            answer = self.when(run)
+            answer = answer if isinstance(answer, Iterator) else [answer] if answer else []
+            cases = [case if isinstance(case, Mapping) else {} for case in answer]
         except CppmegaError as error:
             yield error
             return
@@ -151,13 +151,13 @@ class Rule:
 
     def error(
         self,
-        found: Mapping[str, Any],
+        case: Mapping[str, Any],
         run: Any = None,
         name: str = "arguments-invalid",
         about: str = "",
     ) -> CppmegaError:
         """The error of one case in which the rule is broken; see `errors`."""
-        names = _Names(run, found)
+        names = _Names(run, case)
         why, cure = self.why.format_map(names), self.cure.format_map(names)
         if self.option:
             return UnsupportedError(self.concerns, self.option.format_map(names), why, cure)
@@ -167,8 +167,8 @@ class Rule:
 class _Names(dict[str, Any]):
     """The names in a rule's sentences: what it found, then the options of the run."""
 
-    def __init__(self, run: Any, found: Mapping[str, Any]) -> None:
-        super().__init__(found)
+    def __init__(self, run: Any, case: Mapping[str, Any]) -> None:
+        super().__init__(case)
         self._run = run
 
     def __missing__(self, name: str) -> Any:

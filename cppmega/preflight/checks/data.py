@@ -72,10 +72,10 @@ def _loop_data(recipe: Recipe, folder: Path, allowance: Allowance) -> str:
         raise NotApplicable(f"{folder} holds no corpus yet: the run builds it")
     for part in ("train", "held_out"):
         try:
-            found = corpus.open_(folder / part)
-            reading = allowance.read(found)
+            dataset = corpus.open_(folder / part)
+            reading = allowance.read(dataset)
             if reading is not None:
-                data_reading.check(found, reading, recipe.vocab_size)
+                data_reading.check(dataset, reading, recipe.vocab_size)
         except CppmegaError as error:
             again = (
                 "leave out --data, so that the run builds its own corpus, or name another folder"

@@ -19,8 +19,8 @@ def check(context: Context) -> str:
     Raises:
         CppmegaError: `gpu-occupied`.
     """
-    found = context.devices.found
-    if not found:
+    devices = context.devices.found
+    if not devices:
         raise NotApplicable("there is no GPU")
     refuse(
         CppmegaError(
@@ -30,7 +30,7 @@ def check(context: Context) -> str:
             "The run would end out of memory later, or both would run at half speed.",
             "nvidia-smi shows whose it is; ranks of a killed run may still be alive",
         )
-        for index, device in enumerate(found)
+        for index, device in enumerate(devices)
         if device.total - device.free > _OWN
     )
-    return f"{gib(min(device.free for device in found))} are free on the fullest GPU"
+    return f"{gib(min(device.free for device in devices))} are free on the fullest GPU"

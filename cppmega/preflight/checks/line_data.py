@@ -104,11 +104,11 @@ def _vocab_size(args: Mapping[str, Any]) -> int | None:
 
 def _highest(prefix: Path, allowance: Allowance, vocab_size: int | None) -> int:
     """The highest id of a dataset, checked in passing; -1 where it was not read completely."""
-    found = corpus.open_(prefix)
-    reading = allowance.read(found)
+    dataset = corpus.open_(prefix)
+    reading = allowance.read(dataset)
     if reading is None:
         if vocab_size is not None:
-            corpus.check_ids(found, vocab_size)
+            corpus.check_ids(dataset, vocab_size)
         return -1
-    data_reading.check(found, reading, vocab_size or max(reading.highest + 1, 1))
+    data_reading.check(dataset, reading, vocab_size or max(reading.highest + 1, 1))
     return reading.highest

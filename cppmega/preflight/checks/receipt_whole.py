@@ -17,6 +17,7 @@ def check(context: Context) -> str:
         CppmegaError: `no-receipt`, `receipt-changed`.
     """
     loaded = receipt.load(context.session.read_tree())
+    applied = loaded.receipt
     if not loaded.exists or loaded.problem:
         raise CppmegaError(
             "no-receipt",
@@ -24,14 +25,12 @@ def check(context: Context) -> str:
             "Nothing proves that the patches are in the code that trains.",
             "python -m cppmega.apply_patches",
         )
-    found = overlay_digest(loaded.receipt)
-    if found != loaded.receipt.digest:
+    digest = overlay_digest(applied)
+    if digest != applied.digest:
         raise CppmegaError(
             "receipt-changed",
-            f"The receipt states overlay {loaded.receipt.digest}; its content is {found}.",
+            f"The receipt states overlay {applied.digest}; its content is {digest}.",
             "It was edited by hand or cut short, and does not describe the code on disk.",
             "python -m cppmega.apply_patches",
         )
-    return (
-        f"overlay {found}, {len(loaded.receipt.pages)} patches in {len(loaded.receipt.files)} files"
-    )
+    return f"overlay {digest}, {len(applied.pages)} patches in {len(applied.files)} files"

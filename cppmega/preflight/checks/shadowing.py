@@ -92,20 +92,20 @@ def _modules(folder: Path) -> dict[str, Path]:
     """
     if folder.is_file():
         return dict.fromkeys(_in_archive(folder), folder)
-    found: dict[str, Path] = {}
+    modules: dict[str, Path] = {}
     for entry in sorted(folder.iterdir()):
         if entry.is_dir():
             inits = (entry / f"__init__{suffix}" for suffix in all_suffixes())
             init = next((file for file in inits if file.is_file()), None)
             if init is not None:
-                found[entry.name] = init
+                modules[entry.name] = init
             elif any(entry.glob("*.py")):
-                found.setdefault(entry.name, entry)
+                modules.setdefault(entry.name, entry)
             continue
         suffix = next((s for s in all_suffixes() if entry.name.endswith(s)), None)
         if suffix is not None and entry.name.removesuffix(suffix).isidentifier():
-            found.setdefault(entry.name.removesuffix(suffix), entry)
-    return found
+            modules.setdefault(entry.name.removesuffix(suffix), entry)
+    return modules
 
 
 def _in_archive(file: Path) -> Iterator[str]:

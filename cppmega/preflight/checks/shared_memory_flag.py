@@ -31,8 +31,8 @@ def check(context: Context) -> str:
     """
     architectures = context.devices.architectures
     if not architectures & SMALL:
-        found = ", ".join(sorted(architectures)) or "no GPU"
-        raise NotApplicable(f"{found} has enough shared memory")
+        names = ", ".join(sorted(architectures)) or "no GPU"
+        raise NotApplicable(f"{names} has enough shared memory")
     root = context.session.read_tree().root
     order = TilelangOrder(root=str(root), packages=[str(folder) for folder in _packages(root)])
     worker = "cppmega.preflight.workers.tilelang_kernels"
@@ -65,5 +65,5 @@ def _command(pages: Iterable[Page]) -> str:
 def _packages(root: Path) -> list[Path]:
     """Folders of the packages whose kernels a run may import."""
     mamba = root / "mamba_ssm"
-    found = [root / "megatron", mamba if mamba.is_dir() else folder_of("mamba_ssm"), PACKAGE]
-    return [folder for folder in found if folder is not None]
+    folders = [root / "megatron", mamba if mamba.is_dir() else folder_of("mamba_ssm"), PACKAGE]
+    return [folder for folder in folders if folder is not None]

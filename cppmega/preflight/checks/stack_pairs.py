@@ -26,8 +26,8 @@ def check(context: Context) -> str:
         CppmegaError: `stack-conflict`, `stack-pair-broken`.
     """
     refuse([*_conflicts(), *_broken(), *_old_liger(context.environ)])
-    found = [f"{name} {stack.version(name)}" for name in stack.NAMES if stack.version(name)]
-    text = ", ".join(found) or "none of the packages is installed"
+    versions = [f"{name} {stack.version(name)}" for name in stack.NAMES if stack.version(name)]
+    text = ", ".join(versions) or "none of the packages is installed"
     untested = [
         f"{name} {stack.version(name)}"
         for name, range_ in TESTED.items()
@@ -68,11 +68,11 @@ def _broken() -> Iterator[CppmegaError]:
 
 
 def _conflicts() -> Iterator[CppmegaError]:
-    for name, wanted, found in stack.demands():
+    for name, wanted, installed in stack.demands():
         yield CppmegaError(
             "stack-conflict",
             f"{name} {stack.version(name)} demands {wanted.name}{wanted.specifier}; installed is "
-            f"{found}.",
+            f"{installed}.",
             "Kernels built for one do not compile, or compute something else, with the other.",
             f"pip install {stack.to_install(wanted.name, str(wanted.specifier))}, or uninstall "
             f"{name} if the run does not need it",

@@ -29,19 +29,19 @@ def check(context: Context) -> str:
 
 def _wrong_versions(recipe: Recipe) -> Iterator[CppmegaError]:
     for name, versions in recipe.stack:
-        found = stack.version(name)
+        installed = stack.version(name)
         pip = stack.to_install(*(("torch",) if name == "cuda" else (name, versions)))
-        if found is None:
+        if installed is None:
             yield CppmegaError(
                 "stack-differs",
                 f"Recipe {recipe.name} requires {name} {versions}, which is not installed.",
                 "The run would end late, or fall back to something slower.",
                 f"pip install {pip}",
             )
-        elif not SpecifierSet(versions).contains(found, prereleases=True):
+        elif not SpecifierSet(versions).contains(installed, prereleases=True):
             yield CppmegaError(
                 "stack-differs",
-                f"Recipe {recipe.name} requires {name} {versions}; installed is {found}.",
+                f"Recipe {recipe.name} requires {name} {versions}; installed is {installed}.",
                 "The recipe was proved and measured with another stack.",
                 f"pip install {pip}, or a recipe with another stack",
             )

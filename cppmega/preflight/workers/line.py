@@ -72,10 +72,10 @@ class Added:
         for source in sources:
             module, _, function = source.partition(":")
             with _named(source):
-                found: Any = importlib.import_module(module)
+                provider: Any = importlib.import_module(module)
                 if function:
-                    found = getattr(found, function.removesuffix("()"))
-                    self._providers[source] = found() if function.endswith("()") else found
+                    provider = getattr(provider, function.removesuffix("()"))
+                    self._providers[source] = provider() if function.endswith("()") else provider
 
     def provide(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Add them; the `extra_args_provider` of Megatron's `parse_args`."""

@@ -167,9 +167,9 @@ def _indexer_loss(device: str, *, sparse: bool, key_heads: int) -> float:
         q, k, weights, query, key = (x.to(where).clone() for x in made)
         leaves = [x.requires_grad_() for x in (q, k, weights)]
         _refuse_declined(where, op.obstacle(q, k))
-        found = op.indexer_loss(q, k, weights, query, key, 64, loss).loss
-        torch.autograd.backward(found, found.new_full((), 3.0))
-        return [found.detach(), *(x.grad for x in leaves)]
+        value = op.indexer_loss(q, k, weights, query, key, 64, loss).loss
+        torch.autograd.backward(value, value.new_full((), 3.0))
+        return [value.detach(), *(x.grad for x in leaves)]
 
     return _farthest(run(device), run("cpu"))  # there, the plain reference computes
 
@@ -198,8 +198,8 @@ def _attention(sizes: SparseAttention, device: str, *, repeatable: bool) -> floa
         torch.autograd.backward(out, upstream.to(out))
         return [out.detach(), *(x.grad for x in leaves)]
 
-    found = run([x.to(device) for x in inputs], _attend)
-    return _farthest(found, run([x.float() for x in inputs], _attend_by_head))
+    results = run([x.to(device) for x in inputs], _attend)
+    return _farthest(results, run([x.float() for x in inputs], _attend_by_head))
 
 
 def _shapes(sizes: SparseAttention) -> list[tuple[int, ...]]:
@@ -233,10 +233,10 @@ def _choices() -> Any:
     import torch
 
     chances = torch.rand(2, 150, 150, generator=torch.Generator().manual_seed(4))
-    found = chances.tril_().topk(80).indices.int()
-    found[..., ::9] = -1
-    found[:, 1] = -1
-    return found
+    chosen = chances.tril_().topk(80).indices.int()
+    chosen[..., ::9] = -1
+    chosen[:, 1] = -1
+    return chosen
 
 
 def _normal(*shapes: tuple[int, ...]) -> list[Any]:
@@ -252,13 +252,13 @@ def _refuse_declined(device: str, obstacle: str | None) -> None:
         raise ValueError(f"it is declined: {obstacle}")
 
 
-def _farthest(found: list[Any], wanted: list[Any]) -> float:
-    return max(_distance(mine, plain) for mine, plain in zip(found, wanted, strict=True))
+def _farthest(results: list[Any], wanted: list[Any]) -> float:
+    return max(_distance(mine, plain) for mine, plain in zip(results, wanted, strict=True))
 
 
-def _distance(found: Any, wanted: Any) -> float:
-    found, wanted = found.double().cpu(), wanted.double().cpu()
-    return float((found - wanted).norm() / wanted.norm())
+def _distance(result: Any, wanted: Any) -> float:
+    result, wanted = result.double().cpu(), wanted.double().cpu()
+    return float((result - wanted).norm() / wanted.norm())
 
 
 def shared_memory() -> Iterator[SharedMemory]:
