@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -75,11 +76,16 @@ def bench(tmp_path: Path) -> Bench:
     return bench
 
 
-def start(bench: Bench, root: Path, *words: str, script: bool = True) -> subprocess.Popen[str]:
+def start(
+    bench: Bench, root: Path, *words: str, script: bool = True, on: Sequence[str] = ()
+) -> subprocess.Popen[str]:
     chosen = [str(bench.folder / "mine.py"), "--megatron", str(root)] if script else []
     before, _, own = " ".join(words).partition(" -- ")
     return subprocess.Popen(
-        [sys.executable, "-c", COMMAND, "launch", *chosen, *before.split(), "--", *own.split()],
+        [
+            *(*on, sys.executable, "-c", COMMAND, "launch"),
+            *(*chosen, *before.split(), "--", *own.split()),
+        ],
         cwd=bench.folder,
         env=bench.environment,
         stdout=subprocess.PIPE,
@@ -147,16 +153,64 @@ def test_scripts_are_compared_and_stopped_and_run_in_tmux(
     assert found.arguments == ["--steps: 3 | 100000"] and not found.overlay + found.recipe
 
 
-def test_two_hosts_train_one_run_and_must_have_one_overlay(bench: Bench) -> None:
+HOSTS = ("10.77.0.1", "10.77.0.2")
+JOIN = """
+ip link add to-b type veth peer name to-a netns "$2" && ip link set lo up &&
+ip addr add 10.77.0.1/24 dev to-b && ip link set to-b up && hostname host-a &&
+nsenter -t "$2" -n -u sh -c "ip link set lo up && hostname host-b && \\
+    ip addr add 10.77.0.2/24 dev to-a && ip link set to-a up" &&
+for host in "$1" "$2"; do nsenter -t "$host" -m mount --bind "$3" /etc/hosts || exit 1; done
+"""
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[list[list[str]]]:
+    """The beginning of a command line for each of two hosts.
+
+    They have networks of their own, joined by a cable, and names; files and processes are shared.
+    """
+    names = tmp_path / "hosts"
+    names.write_text(f"127.0.0.1 localhost\n{HOSTS[0]} host-a\n{HOSTS[1]} host-b\n")
+    made = [
+        subprocess.Popen(
+            ["unshare", "--net", "--uts", "--mount", "sh", "-c", "echo && exec sleep 1000"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for _ in HOSTS
+    ]
+    try:
+        pids = [str(one.pid) for one in made if one.stdout is not None and one.stdout.readline()]
+        if len(pids) < len(HOSTS):
+            pytest.skip("this machine does not allow namespaces of a network")
+        command = ["nsenter", "-t", pids[0], "-n", "-u", "sh", "-c", JOIN, "-", *pids, str(names)]
+        joined = subprocess.run(command, capture_output=True, text=True, check=False)
+        if joined.returncode:
+            pytest.skip(f"two namespaces cannot be joined here: {joined.stderr.strip()}")
+        yield [["nsenter", "-t", pid, "-n", "-u", "-m", f"--wd={tmp_path}"] for pid in pids]
+    finally:
+        for one in made:
+            one.kill()
+            one.communicate()
+
+
+def test_two_hosts_with_networks_of_their_own_train_one_run(
+    bench: Bench, hosts: list[list[str]]
+) -> None:
+    root, own = bench.tree(), " ".join(OWN)
+    where = f"--nnodes 2 --nproc 1 --rdzv {HOSTS[0]}:29511 --name both -- --steps 2 {own}"
+    answers = ended(*(start(bench, root, where, on=host) for host in hosts))
+    assert [code for code, _ in answers] == [0, 0], answers
+    run = Run(bench.folder / "runs" / "both")
+    assert (run.state(), run.checkpoint(), len(run.nodes())) == ("finished", 2, 2)
+    assert {node.status().host for node in run.nodes()} == {"host-a", "host-b"}
+
+
+def test_two_hosts_must_have_one_overlay(bench: Bench) -> None:
     """Each host is a process here; the folder of runs is shared, as it has to be."""
     root, other = bench.tree("root"), bench.tree("other", apply=False)
     where = f"--nnodes 2 --nproc 1 --rdzv 127.0.0.1:{free_port()} --name "
     own = " -- --steps 2 " + " ".join(OWN)
-    answers = ended(*(start(bench, root, where + "both" + own) for _ in range(2)))
-    assert [code for code, _ in answers] == [0, 0], answers
-    run = Run(bench.folder / "runs" / "both")
-    assert (run.state(), run.checkpoint(), len(run.nodes())) == ("finished", 2, 2)
-
     made.second_page(bench.pages, "never")
     bench.cppmega("apply", other)
     first = start(bench, root, where + "differ" + own)

@@ -112,9 +112,7 @@ def test_a_torch_that_cannot_profile_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
-def test_torch_records_the_profiled_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torch_records_the_profiled_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(profiling, "check_profiler", lambda: None)
