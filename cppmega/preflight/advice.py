@@ -14,7 +14,7 @@ from typing import Any
 from cppmega.catalogue import gates, page_rules
 from cppmega.errors import CppmegaError
 from cppmega.host import command_words
-from cppmega.overlay.verdict import NEEDED, Verdict
+from cppmega.overlay.verdict import DONE, NEEDED, Verdict
 from cppmega.preflight.context import Context
 from cppmega.recipe.arithmetic import parameters
 from cppmega.recipe.from_arguments import from_arguments
@@ -73,16 +73,20 @@ class _Asked:
         self.refused: dict[str, str] = {}
         """Pages that would be used but for a rule -> the rule."""
         self.words = context.launch_line.flags
-        self.usable = {name for name, one in self.verdicts.items() if one.state in NEEDED}
-        self.applied = {n for n in self.usable if self.verdicts[n].state != "pending"}
+        left_out = {n for n, one in self.verdicts.items() if one.state == "off"}
+        left_out -= {name for name in left_out if self.pages[name].patch.gate}
+        self.usable = {n for n, one in self.verdicts.items() if one.state in NEEDED} | left_out
+        self.applied = {n for n, one in self.verdicts.items() if one.state in DONE}
+        self.left_out = left_out | {n for n in self.pages if self.pages[n].only_where_asked}
 
     def answer(self) -> Advice:
         now = self._used(self.usable, self.args)
-        asked = {n for n in now - self.applied if self.pages[n].only_where_asked}
-        conditional = {n for n in now if self._is_conditional(self.pages[n].patch)}
+        asked = (now & self.left_out) - self.applied
+        conditional = {n for n in now - asked if self._is_conditional(self.pages[n].patch)}
         possible = [*self._by_arguments(now), *self._by_gates()]
-        if asked:
-            possible.append(Possibility(f"{APPLY} --kind all", tuple(sorted(asked))))
+        for how, special in ((f"{APPLY} --kind all", True), (APPLY, False)):
+            names = {n for n in asked if self.pages[n].only_where_asked is special}
+            possible += [Possibility(how, self._sorted(names))] if names else []
         serves = now - asked - conditional
         rest = self.pages.keys() - now - {name for each in possible for name in each.pages}
         recipe = self._recipe(self.args)
@@ -130,9 +134,9 @@ class _Asked:
             args = Namespace(**vars(self.args))
             args.cppmega_variables = {**self.args.cppmega_variables, gate: "1"}
             conditional = {n for n in names if self._is_conditional(self.pages[n].patch)}
-            more = self._used(names, args)
+            more = self._used(names, args) - conditional
             how = f"{gate}=1 {APPLY}"
-            if more - conditional and self._may(how, args, more, more, self.words):
+            if more and self._may(how, args, more, more, self.words):
                 yield self._weighed(how, more, args, (gate, "1"))
 
     def _may(
@@ -176,6 +180,6 @@ class _Asked:
     def _why(self, verdict: Verdict) -> str:
         if verdict.name in self.refused:
             return self.refused[verdict.name]
-        if verdict.state in NEEDED or self.pages[verdict.name].patch.gate:
+        if verdict.name in self.usable or self.pages[verdict.name].patch.gate:
             return "these arguments do not use it"
         return f"{verdict.state}: {verdict.detail}" if verdict.detail else verdict.state

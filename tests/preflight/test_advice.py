@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -158,6 +161,22 @@ def test_a_line_gets_the_pages_that_serve_it(
 
 _NOT_ANOTHER_DEPTH = ("DeepSeek-V3", "DSA", "Mamba hybrid", "cudnn")
 """They have one, take it from their pattern, or cannot be combined with one."""
+
+
+def test_pages_that_an_apply_left_out_can_be_asked_for(contexts: dict[str, Context]) -> None:
+    context = copy.copy(contexts["Llama-3"])
+    states = {"te_plain_layers": "off", "optimizer_copies_at_once": "off"}
+    verdicts = {
+        name: dataclasses.replace(one, state=states.get(name, "applied"))
+        for name, one in context.plan.verdicts.items()
+        if one.state == "pending"
+    }
+    context.__dict__["plan"] = SimpleNamespace(verdicts={**context.plan.verdicts, **verdicts})
+    found = advise(context)
+    hows = {one.how: one.pages for one in found.possible}
+    assert hows["python -m cppmega.apply_patches --kind all"] == ("te_plain_layers",)
+    assert hows["python -m cppmega.apply_patches"] == ("optimizer_copies_at_once",)
+    assert "grad_checks_no_host_sync" in found.serves and not found.pending
 
 
 @pytest.mark.parametrize("name", [name for name, line in LINES.items() if line.recipe])
