@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+from argparse import Namespace
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from cppmega.catalogue import loader as catalogue
 from cppmega.cli import advice as cli_advice
 from cppmega.cli.main import cli
 from cppmega.errors import CppmegaError
@@ -23,6 +25,7 @@ from cppmega.recipe import index as recipes_index
 from cppmega.recipe.memory import estimate
 from cppmega.recipe.render import render
 from cppmega.recipe.run_options import RunOptions
+from cppmega.recipe.validate import with_words
 from tests.preflight.contexts import launch
 from tests.preflight.test_launch_line import BF16, PARSE, RAW, SCRIPTS
 from tests.support import pristine, python
@@ -161,6 +164,19 @@ def test_a_line_gets_the_pages_that_serve_it(
 
 _NOT_ANOTHER_DEPTH = ("DeepSeek-V3", "DSA", "Mamba hybrid", "cudnn")
 """They have one, take it from their pattern, or cannot be combined with one."""
+
+
+def test_what_a_page_asks_for_turns_it_on() -> None:
+    base: dict[str, Any] = {
+        **{"num_experts": 8, "hybrid_layer_pattern": "", "gradient_accumulation_fusion": False},
+        **{"experimental_attention_variant": "dsa", "dsa_kernel_backend": "cudnn"},
+    }
+    pages = [page.patch for page in catalogue.load().values() if page.patch.asked_by]
+    assert len(pages) >= 6
+    for patch in pages:
+        words = [word.replace("--no-", "--") for word in patch.asked_by]
+        assert patch.when is not None and not patch.when(Namespace(**base)), patch.asked_by
+        assert patch.when(Namespace(**with_words(base, words))), patch.asked_by
 
 
 def test_pages_that_an_apply_left_out_can_be_asked_for(contexts: dict[str, Context]) -> None:

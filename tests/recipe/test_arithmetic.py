@@ -135,6 +135,17 @@ CASES: dict[str, tuple[Recipe, bool]] = {
         GPT.with_(first_dense_layers=1, mtp_num_layers=1, activation="swiglu", **EXPERTS),
         True,
     ),
+    "as Qwen3": (
+        GPT.with_(
+            num_query_groups=2,
+            kv_channels=24,
+            qk_layernorm=True,
+            activation="swiglu",
+            moe_shared_expert_intermediate_size=None,
+            **EXPERTS,
+        ),
+        False,
+    ),
     "gpt, mla, norms": (GPT.with_(attention="mla", qk_layernorm=True, mtp_num_layers=1), False),
     "gpt, dsa": (GPT.with_(attention="dsa", first_dense_layers=1, **EXPERTS), False),
     "as V3.2": (
