@@ -26,7 +26,17 @@ sys.path.insert(0, str(REPOSITORY / "scripts"))
 docs = importlib.import_module("docs_pages")
 transcripts = importlib.import_module("docs_transcripts")
 
-HELP_ALONE = {"advise", "attach", "run", "profile", "doctor", "completion", "port", "export"}
+HELP_ALONE = {
+    "checkpoint",
+    "advise",
+    "attach",
+    "run",
+    "profile",
+    "doctor",
+    "completion",
+    "port",
+    "export",
+}
 """Commands without a transcript: they need a terminal, a GPU's run or a shell, show a machine,
 take minutes, or are a process of torchrun."""
 SHOWN = {**transcripts.LIVE, **transcripts.WITH_TORCH}
