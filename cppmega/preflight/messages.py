@@ -181,10 +181,9 @@ class CheckpointOrder(Order, frozen=True, kw_only=True):
 
 
 class CheckpointAnswer(Struct, frozen=True, kw_only=True):
-    """Everything in the archives except tensors."""
+    """The arguments in the archives."""
 
     problem: dict[str, str] | None = None
     """The parts of the error that opening them raised."""
-    state: Mapping[str, Any] = {}
     arguments: Mapping[str, Any] = {}
     """Megatron's arguments of the run that saved it; empty if it has none."""

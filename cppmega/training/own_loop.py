@@ -89,4 +89,11 @@ def folder_of(data: tuple[str, ...], recipe: Recipe) -> Path:
             "It builds its own dataset there and cannot mix several.",
             "name one folder, or none",
         )
+    if data and Path(f"{data[0]}.idx").is_file():
+        raise CppmegaError(
+            "not-supported",
+            f"{data[0]} is a dataset, and {recipe.name} trains on a corpus that it builds itself.",
+            "It would silently build that in a folder of this name, and train on it.",
+            "leave out --data, or name a folder",
+        )
     return Path(data[0]) if data else env.RUNS.read() / "smoke_data"

@@ -31,7 +31,6 @@ def save(folder: Path, model: Any, optimizer: Any, step: int, record: OverlayRec
         "model": model.sharded_state_dict(prefix="model."),
         "optimizer": optimizer.state_dict(),
         "step": step,
-        "num_attention_heads": model.config.num_attention_heads,  # no weight has their shape
         "cppmega": overlay_record.dump(record),
     }
     dist_checkpointing.save(state, str(unfinished))

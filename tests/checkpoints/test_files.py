@@ -100,7 +100,6 @@ def refused(name: str, load: Path, **how: Any) -> str:
 def test_what_megatron_writes(written: Path) -> None:
     complete, found = checkpoint_files.read(written), opened(written)
     assert (complete.step, complete.summed) == ("7", True)
-    assert found.state["iteration"] == 7
     wanted = {"hidden_size": 64, "cppmega_recipe": "mine", "params_dtype": "bfloat16"}
     assert {name: found.arguments[name] for name in wanted} == wanted
     assert found.arguments["save"].endswith("run")
@@ -401,7 +400,7 @@ def test_arguments_of_any_shape_are_answered(tmp_path: Path, value: Any) -> None
     file.write_bytes(content)
     answer = opened(tmp_path)
     assert answer.arguments["hidden_size"] == 8
-    assert len(json.dumps([answer.arguments, answer.state])) < 10**5
+    assert len(json.dumps(answer.arguments)) < 10**5
 
 
 def test_a_path_that_is_not_utf8(tmp_path: Path) -> None:

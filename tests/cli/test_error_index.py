@@ -26,7 +26,6 @@ PASSING_ON = {
     "guard/agreement.py": {"first.name"},  # of another rank's error
     "guard/modules.py": {"first.name"},
     "overlay/verbs.py": {"f'patch-{verdict.state}'"},
-    "preflight/checks/data.py": {"error.name"},
     "preflight/checks/patches.py": {"f'patch-{first.state}'"},
     "preflight/findings.py": {"self.name"},
     "preflight/messages.py": {"self.name"},

@@ -32,8 +32,6 @@ class Saved:
     """A checkpoint that is intact."""
 
     step: str
-    state: Mapping[str, Any]
-    """Everything except tensors, as far as it can be printed."""
     arguments: Mapping[str, Any]
     """Megatron's arguments of the run that saved it; empty if it has none."""
     shapes: Mapping[str, tuple[int, ...]]
@@ -52,7 +50,6 @@ def check(context: Context) -> str:
     load = context.options.load
     if context.recipe is not None and context.is_loop and load is not None:
         saved = _read(context, load)
-        refuse(_other_loop(load, context.recipe, saved))
         return f"{load}, step {saved.step}{_how(load, saved)}"
     options = context.launch_line.options
     if options.load is None:
@@ -78,30 +75,13 @@ def _read(context: Context, load: Path) -> Saved:
     if answer.problem is not None:
         raise CppmegaError(**answer.problem)
     shapes, summed = complete.shapes, complete.summed
-    return Saved(complete.step, answer.state, answer.arguments, shapes, summed)
+    return Saved(complete.step, answer.arguments, shapes, summed)
 
 
 def _how(load: Path, saved: Saved) -> str:
     if saved.summed:
         return ", every checksum matches"
     return ", its sizes are right; --deep compares its checksums"
-
-
-def _other_loop(load: Path, recipe: Recipe, saved: Saved) -> Iterator[CppmegaError]:
-    """A loop learns a vector for every position: the sequence length is part of its model."""
-    there = checkpoint_shapes.facts(saved.shapes)
-    heads = saved.state.get("num_attention_heads")  # absent from older checkpoints
-    if heads is not None:
-        there["num_attention_heads"] = heads
-    other = [
-        f"{name} {value} and {getattr(recipe, name)}"
-        for name, value in there.items()
-        if value != getattr(recipe, name)
-    ]
-    if "hidden_size" not in there:
-        other = ["it holds no embedding"]
-    if other:
-        yield _other_model(load, other)
 
 
 def _mismatches(context: Context, load: Path, saved: Saved) -> Iterator[CppmegaError]:

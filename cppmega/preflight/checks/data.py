@@ -5,13 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from cppmega.data import corpus
-from cppmega.data import reading as data_reading
 from cppmega.data.reading import Allowance
-from cppmega.errors import CppmegaError
 from cppmega.host import console
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import NotApplicable
-from cppmega.recipe import Recipe
 
 AFTER: tuple[str, ...] = ("recipe_complete",)
 
@@ -23,9 +20,7 @@ def check(context: Context) -> str:
         CppmegaError: what `data_requirements.check` raises.
         NotApplicable: the launch is not our trainer's.
     """
-    recipe, prefixes = context.recipe, context.options.data
-    if recipe is not None and context.is_loop and prefixes:
-        return _loop_data(recipe, Path(prefixes[-1]), context.allowance)
+    recipe = context.recipe
     options = context.launch_line.options
     if recipe is None:
         raise NotApplicable("no recipe is named: line_data checks the data of the line")
@@ -57,28 +52,3 @@ def how_read(allowance: Allowance) -> str:
         took = sum(reading.seconds for reading in allowance.read_now)
         return f"read completely in {took:.1f} s"
     return "read completely by an earlier launch, and unchanged since"
-
-
-def _loop_data(recipe: Recipe, folder: Path, allowance: Allowance) -> str:
-    """A loop builds its corpus in a folder, or resumes with the one that it built there before."""
-    if corpus.with_suffix(folder, ".idx").is_file():
-        raise CppmegaError(
-            "not-supported",
-            f"{folder} is a dataset, and {recipe.name} trains on a corpus that it builds itself.",
-            "It would silently build that in a folder of this name, and train on it.",
-            "leave out --data, or name a folder",
-        )
-    if not (folder / "held_out.idx").exists():  # written last
-        raise NotApplicable(f"{folder} holds no corpus yet: the run builds it")
-    for part in ("train", "held_out"):
-        try:
-            dataset = corpus.open_(folder / part)
-            reading = allowance.read(dataset)
-            if reading is not None:
-                data_reading.check(dataset, reading, recipe.vocab_size)
-        except CppmegaError as error:
-            again = (
-                "leave out --data, so that the run builds its own corpus, or name another folder"
-            )
-            raise CppmegaError(error.name, error.what, error.why, again) from None
-    return f"the corpus in {folder}; {how_read(allowance)}"

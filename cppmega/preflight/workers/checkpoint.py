@@ -18,7 +18,6 @@ from typing import Any
 from cppmega.checkpoints.allowed import (
     STAND_INS,
     Damaged,
-    Inert,
     NotListed,
     Unpickler,
     contents,
@@ -35,24 +34,20 @@ _NAMED = re.compile(r"GLOBAL (\S+)")
 
 
 def open_all(order: CheckpointOrder) -> CheckpointAnswer:
-    """Open every archive; the state is that of the first one that holds arguments."""
+    """Open every archive; the arguments are those of the first one that holds any."""
     os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)  # some releases let it win
-    states = []
+    arguments: Any = None
     try:
         for archive in order.archives:
             with naming(Path(archive.path), archive.part):
                 content = _content(archive)
             if isinstance(content, list) and content:
                 content = content[0]
-            if archive.holds_state and isinstance(content, dict):
-                states.append(content)
+            if archive.holds_state and isinstance(content, dict) and arguments is None:
+                arguments = getattr(content.get("args"), "state", None)
     except CppmegaError as error:
         return CheckpointAnswer(problem=error.as_json())
-    state = next((one for one in states if "args" in one), {} if not states else states[0])
-    args = state.get("args")
-    arguments = args.state if isinstance(args, Inert) else None
     return CheckpointAnswer(
-        state=_plain(state),
         arguments=_plain(arguments) if isinstance(arguments, dict) else {},
     )
 
