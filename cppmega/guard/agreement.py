@@ -62,18 +62,11 @@ def answer(
         guard.receipt.digest,
         stack(),
         judged.digest,
-        problem or _counted(now),
-        _counted(late),
+        problem or modules.counted(now),
+        modules.counted(late),
         seen,
         dict(calls),
     )
-
-
-def _counted(problems: Sequence[CppmegaError]) -> CppmegaError | None:
-    if not problems:
-        return None
-    first, more = problems[0], f" ({len(problems) - 1} more)" if len(problems) > 1 else ""
-    return CppmegaError(first.name, first.what + more, first.why, first.next)
 
 
 def refuse(answers: Sequence[Answer], when: str, *, keep_replaced: bool = False) -> None:

@@ -19,6 +19,7 @@ from cppmega.errors import CppmegaError
 from cppmega.guard import expected, imports, swaps
 from cppmega.guard.imports import PACKAGES
 from cppmega.guard.modules import in_memory
+from cppmega.host.wording import listed
 from cppmega.overlay.receipt import Receipt
 from cppmega.page import Edit
 from cppmega.tree import accepted
@@ -107,10 +108,10 @@ class Judged:
             counts[owner] = counts.get(owner, 0) + 1
         text = ", ".join(f"{n} of {owner}" for owner, n in sorted(counts.items())) or "no file"
         if self.edits:
-            text += f"; accepted edits: {_few(sorted(self.edits))}"
+            text += f"; accepted edits: {listed(sorted(self.edits), 3)}"
         if self.unverified:
             text += f"; {len(self.unverified)} unverified, of no RECORD and no commit: "
-            text += _few(self.unverified)
+            text += listed(self.unverified, 3)
         return text
 
 
@@ -154,11 +155,6 @@ def look(root: Path, receipt: Receipt) -> Judged:
 def last() -> Judged:
     """The result of the last `look`."""
     return _LAST
-
-
-def summary() -> str:
-    """The result of the last `look`, for a log."""
-    return _LAST.summary()
 
 
 def judge(root: Path, receipt: Receipt, edits: accepted.Edits) -> Judged:
@@ -399,7 +395,3 @@ def _changed(file: str, what: str) -> CppmegaError:
         "The code that trains is not the code on disk.",
         "cppmega status",
     )
-
-
-def _few(paths: list[str]) -> str:
-    return ", ".join(paths[:3]) + (", ..." if len(paths) > 3 else "")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import sysconfig
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cppmega.errors import CppmegaError
@@ -26,11 +26,17 @@ def check() -> None:
     """
     for error in _unrecorded():
         raise error
-    errors = [_error(*wrong) for wrong in _wrong()]
-    if errors:
-        more = f" ({len(errors) - 1} more of this kind.)" if len(errors) > 1 else ""
-        first = errors[0]
-        raise CppmegaError(first.name, first.what + more, first.why, first.next)
+    first = counted([_error(*wrong) for wrong in _wrong()])
+    if first is not None:
+        raise first
+
+
+def counted(errors: Sequence[CppmegaError]) -> CppmegaError | None:
+    """The first of some errors, with the number of the others; None if there is none."""
+    if not errors:
+        return None
+    first, more = errors[0], f" ({len(errors) - 1} more)" if len(errors) > 1 else ""
+    return CppmegaError(first.name, first.what + more, first.why, first.next)
 
 
 def _unrecorded() -> Iterator[CppmegaError]:

@@ -148,7 +148,7 @@ def summary(guard: Guard, reached: Collection[str], counted: str = "") -> str:
     code = accepted.name_of_code(guard.receipt.digest, accepted.in_this_process(), calls.allowed())
     where = "" if env.VERBOSE.read() else f" ({env.VERBOSE.name}=1 names them)"
     text = f"cppmega: overlay {code}; {patches(len(hit), 'patch', 'patches')} reached, "
-    text += f"{len(idle)} idle{where}\ncppmega: imported: {files.summary()}"
+    text += f"{len(idle)} idle{where}\ncppmega: imported: {files.last().summary()}"
     text += f"; kernel calls: {counted}" if counted else ""
     return text + (f"; vouched wrappers: {', '.join(wrapped)}" if wrapped else "")
 

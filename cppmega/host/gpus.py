@@ -34,14 +34,14 @@ def reported(environ: Mapping[str, str] = os.environ) -> list[Gpu]:
     return [_gpu(*row) for row in _query(_QUERY, environ)]
 
 
-def busy(visible: str = "", environ: Mapping[str, str] = os.environ) -> tuple[int, ...]:
+def busy(visible: str = "") -> tuple[int, ...]:
     """The share of the last second, in percent, in which a kernel ran on each GPU.
 
     Args:
         visible: indices or UUIDs as in `CUDA_VISIBLE_DEVICES`; empty: every GPU.
     """
     wanted = [name.strip() for name in visible.split(",") if name.strip()]
-    rows = _query(("index", "uuid", "utilization.gpu"), environ)
+    rows = _query(("index", "uuid", "utilization.gpu"), os.environ)
     shares = [
         share.removesuffix("%").strip()
         for index, uuid, share in rows

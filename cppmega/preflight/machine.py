@@ -8,7 +8,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -41,13 +41,13 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """Why there is no GPU; empty if there is one."""
 
 
-def inspect(runs: Path, environ: Mapping[str, str] = os.environ) -> Machine:
+def inspect(runs: Path) -> Machine:
     """Measure this machine; torch is not imported.
 
     Args:
         runs: the folder of the run folders, whether it exists or not.
     """
-    host, reported = limits.measure(), gpus.reported(environ)
+    host, reported = limits.measure(), gpus.reported()
     versions = {name: stack.version(name) for name in ("cuda", *stack.NAMES)}
     return Machine(
         host=socket.gethostname(),
