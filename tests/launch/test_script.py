@@ -16,6 +16,8 @@ from cppmega.errors import CppmegaError
 from cppmega.guard import step_log
 from cppmega.launch import prepare as launch
 from cppmega.launch import script as launch_script
+from cppmega.preflight.examine import Preflight
+from cppmega.preflight.findings import Finding
 from cppmega.runs import compare as comparing
 from cppmega.runs import control as run_control
 from cppmega.runs import placeholders, tmux
@@ -283,6 +285,21 @@ def test_what_a_script_cannot_be_launched_with(
     with pytest.raises(CppmegaError) as error:
         prepared(tmp_path, **how)
     assert error.value.name == name
+
+
+def test_one_refusal_of_a_launch_is_printed_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [
+        Finding("files", "failed", "file-changed", f"{n} is edited.", "Why.", "") for n in "ab"
+    ]
+    found += [Finding("data", "failed", "no-data", "None.", "Why else.", "next")]
+    monkeypatch.setattr(launch, "examine", lambda *_: Preflight(tuple(found), None, ""))
+    with pytest.raises(CppmegaError) as error:
+        launch._examined(SimpleNamespace(), "recipe")
+    assert error.value.what == "a is edited.\nb is edited."
+    said = capsys.readouterr().err
+    assert said.count("error: ") == 1 and "2 problems were found" in said and "edited" not in said
 
 
 def test_a_script_begins_at_its_own_checkpoint_once_it_has_one(tmp_path: Path) -> None:
