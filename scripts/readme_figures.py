@@ -27,7 +27,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import kernel_plot
 import production
 
-from benchmarks.models import MODELS, SIDES
 from benchmarks.stacks import STEPS
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.arithmetic import parameters
@@ -85,6 +84,8 @@ def speed() -> str:
 
 def models() -> str:
     """Cuts of public models on one GPU, stock and with the patches."""
+    from benchmarks.models import MODELS, SIDES  # imports torch, which the site does without
+
     result = json.loads((RESULTS / "models_h200.json").read_text())
     heads = ["model", "stock, tokens/s", "with the patches", "ratio", "peak memory, GiB"]
     rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]

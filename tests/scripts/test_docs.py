@@ -6,6 +6,7 @@ import importlib
 import itertools
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import PurePosixPath
@@ -58,6 +59,17 @@ def test_every_part_of_a_page_is_put_in(pages: dict[str, str]) -> None:
     for name, text in pages.items():
         assert "<!-- include" not in text, name
         assert re.match(r"# \w", text), name
+
+
+def test_pages_need_neither_torch_nor_pytest() -> None:
+    """The extra `docs` has neither."""
+    lines = [
+        "import sys",
+        "sys.modules.update(dict.fromkeys(['torch', 'megatron', 'pytest', 'hypothesis']))",
+        f"sys.path[:0] = [{str(REPOSITORY / 'scripts')!r}, {str(REPOSITORY)!r}]",
+        "import docs_pages",
+    ]
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
 
 
 def test_every_command_patch_and_error_has_its_place(pages: dict[str, str]) -> None:
