@@ -18,7 +18,7 @@ import libcst as cst
 
 from cppmega.errors import CppmegaError
 from cppmega.host.containment import contained
-from cppmega.page import Edit, Page
+from cppmega.page import Edit, Page, left_alone
 from cppmega.rewriting import (
     code_text,
     codegen,
@@ -70,7 +70,7 @@ class Step:
     @classmethod
     def of(cls, page: Page, edit: Edit) -> Step:
         """Create the step of a page's edit."""
-        same = [e for e in page.patch.edits if e.target == edit.target]
+        same = [e for e in page.patch.edits if e.target == edit.target and e.edit is not left_alone]
         known = frozenset(pin for e in same for pin in e.pins.values())
         return cls(page.name, edit, page.patch.marks(edit), known)
 

@@ -7,6 +7,7 @@ import itertools
 import json
 from collections.abc import Iterable, Mapping
 from functools import cache
+from typing import Any
 
 from cppmega.catalogue import loader as catalogue
 from cppmega.overlay import plan
@@ -128,14 +129,16 @@ def pairs() -> list[tuple[str, str]]:
 def foreign_code(before: bytes, after: bytes, targets: Iterable[str], helpers: set[str]) -> str:
     """Code outside of the targets that differs, computed without the engine's own check."""
     old, new = ast.parse(before), _Unmarked().visit(ast.parse(after))
+    for symbol in targets:
+        _without_statement(old, new, symbol)
     for tree in (old, new):
         for symbol in targets:
-            (node,) = sources.find(tree, symbol)
-            node.name, node.body, node.decorator_list = "target", [], []
-            if isinstance(node, ast.ClassDef):
-                node.bases, node.keywords = [], []
-            else:
-                node.args, node.returns = ast.arguments(), None
+            for node in sources.find(tree, symbol):
+                node.name, node.body, node.decorator_list = "target", [], []
+                if isinstance(node, ast.ClassDef):
+                    node.bases, node.keywords = [], []
+                else:
+                    node.args, node.returns = ast.arguments(), None
     left = [ast.dump(statement) for statement in old.body]
     right = [ast.dump(s) for s in new.body if not _ours(s, helpers)]
     for statement in left:
@@ -144,6 +147,22 @@ def foreign_code(before: bytes, after: bytes, targets: Iterable[str], helpers: s
         else:
             return f"gone: {statement[:200]}"
     return f"new: {right[0][:200]}" if right else ""
+
+
+def _without_statement(old: ast.Module, new: ast.Module, symbol: str) -> None:
+    """Take out a target that is a statement, and what is new on both sides of it."""
+    holder = symbol.rpartition(".")[0].removesuffix(sources.IMPORT)
+    scopes: list[Any] = [sources.find(t, holder)[0] if holder else t for t in (old, new)]
+    known = {ast.dump(statement) for statement in scopes[0].body}
+    for tree, scope in zip((old, new), scopes, strict=True):
+        (node,) = sources.find(tree, symbol)
+        if not isinstance(node, sources.Definition):
+            at = end = scope.body.index(node)
+            while at and ast.dump(scope.body[at - 1]) not in known:
+                at -= 1
+            while end + 1 < len(scope.body) and ast.dump(scope.body[end + 1]) not in known:
+                end += 1
+            scope.body[at : end + 1] = [ast.Pass()]
 
 
 class _Unmarked(ast.NodeTransformer):

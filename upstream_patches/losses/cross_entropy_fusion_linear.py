@@ -16,7 +16,7 @@ from cppmega.page import Edit, Patch, Source, left_alone
 
 from ._linear_ce.edits import asked_for
 
-CONFIG = "megatron/core/model_parallel_config.py:ModelParallelConfig"
+CHOICES = "megatron/core/model_parallel_config.py:ModelParallelConfig.cross_entropy_fusion_impl"
 LANGUAGE_MODULE = "megatron/core/models/common/language_module/language_module.py:LanguageModule"
 LOSS = f"{LANGUAGE_MODULE}.compute_language_model_loss"
 
@@ -36,17 +36,17 @@ PATCH = Patch(
     purpose="feature",
     edits=(
         Edit(
-            target=CONFIG,
+            target=CHOICES,
             pins={
-                "0.16.1": "63248361ad21ee7e",
-                "0.17.1": "3dc0d45ec31013ef",
-                "0.18.0": "d9efd1e1209ca9df",
-                "0.18.2": "6a1eb2e3b69c1753",
-                "0.19.2": "309bdcc165ffeabd",
+                "0.16.1": "125ddd0d272518f1",
+                "0.17.1": "125ddd0d272518f1",
+                "0.18.0": "125ddd0d272518f1",
+                "0.18.2": "125ddd0d272518f1",
+                "0.19.2": "125ddd0d272518f1",
             },
             edit=replacing("Literal['native', 'te']", LINEAR),
         ),
-        Edit(target=CONFIG, pins={"dev-d48bd6be": "950eb644b81a151c"}, edit=left_alone),
+        Edit(target=CHOICES, pins={"dev-d48bd6be": "4c37401177418799"}, edit=left_alone),
         Edit(
             target=LOSS,
             pins={
@@ -77,9 +77,8 @@ PATCH = Patch(
 
 
 def fixed_upstream(source: Source) -> bool:
-    _, _, choices = source.text(CONFIG).partition("cross_entropy_fusion_impl: Literal[")
     # dev has the value, but its loss raises the same UnboundLocalError.
-    return "linear" in choices.partition("]")[0] and "'linear'" in source.text(LOSS)
+    return "'linear'" in source.text(CHOICES) and "'linear'" in source.text(LOSS)
 
 
 def verify() -> None:

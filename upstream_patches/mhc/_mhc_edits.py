@@ -6,7 +6,7 @@ from cppmega.edits import appending, in_order, inserting, replacing
 from cppmega.page import Edit, left_alone
 
 CORE = "megatron/core"
-CONFIG = f"{CORE}/model_parallel_config.py:ModelParallelConfig"
+LAST_OF_MTP = f"{CORE}/model_parallel_config.py:ModelParallelConfig.mtp_standalone"
 CHECK = f"{CORE}/transformer/transformer_config.py:TransformerConfig.__post_init__"
 LAYER = f"{CORE}/transformer/transformer_layer.py:TransformerLayer.forward"
 BUILT = f"{CORE}/transformer/transformer_layer.py:TransformerLayer.__init__"
@@ -170,11 +170,11 @@ if self.final_layernorm is not None:
 
 EDITS = (
     Edit(
-        target=CONFIG,
+        target=LAST_OF_MTP,
         pins={
-            "0.19.0": "309bdcc165ffeabd",
-            "0.19.2": "309bdcc165ffeabd",
-            "main-d98e8a64": "309bdcc165ffeabd",
+            "0.19.0": "675e8e63b6ccd55c",
+            "0.19.2": "675e8e63b6ccd55c",
+            "main-d98e8a64": "675e8e63b6ccd55c",
         },
         edit=inserting(FIELDS, before="mtp_standalone: bool = False"),
         imports=("from cppmega.features.mhc.options import OneValue as _CppmegaOneValue",),
