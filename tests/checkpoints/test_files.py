@@ -84,7 +84,7 @@ def opened(load: Path, **how: Any) -> CheckpointAnswer:
     complete = checkpoint_files.read(load, **how)
     answer = worker.open_all(CheckpointOrder(archives=[*complete.archives]))
     if answer.problem is not None:
-        raise answer.problem.as_error()
+        raise CppmegaError(**answer.problem)
     return answer
 
 
