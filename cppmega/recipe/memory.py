@@ -349,6 +349,8 @@ def _logits(recipe: Recipe) -> int:
     rows = recipe.padded_vocab_size // recipe.tensor_model_parallel_size
     heads = 1 + recipe.layout.depths
     if recipe.uses_linear_cross_entropy:
+        if recipe.gradient_accumulation_fusion and tokens <= 2 * recipe.hidden_size:
+            return 2 * heads * tokens * rows  # bf16 logits wait, and dW goes to main_grad
         # One chunk of logits; each head's dW in fp32 and dX in bf16 wait for the backward pass.
         return min(_CHUNK, 2 * tokens * rows) + heads * recipe.hidden_size * (4 * rows + 2 * tokens)
     # bf16 logits; the softmax in fp32 is kept for the backward pass, once per head.

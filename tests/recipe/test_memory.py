@@ -34,6 +34,7 @@ def test_logits_are_kept_only_by_heads_that_make_them() -> None:
     linear = native.with_(cross_entropy_fusion_impl="linear")
     one_chunk = 4096 * 65536 * 2
     assert estimate(linear).logits == one_chunk + 3 * 4096 * (4 * 65536 + 2 * 4096)
+    assert estimate(linear.with_(gradient_accumulation_fusion=True)).logits == 3 * one_chunk
     four = linear.with_(micro_batch_size=4, global_batch_size=4)
     assert estimate(four).logits == GIB + 3 * 4096 * (4 * 65536 + 2 * 4 * 4096)
 

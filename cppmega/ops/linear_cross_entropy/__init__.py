@@ -5,20 +5,24 @@ time. Supports a vocabulary that is split over a process group, padding columns,
 a logit scale, and accumulation of dW in fp32, also directly into Megatron's `weight.main_grad`.
 
 Three GEMMs or four. The unfused path runs three GEMMs (logits, dX, dW), so a kernel that recomputes
-the logits in the backward is not faster. In training the upstream gradient of token i is
-`scalar * loss_weights[i]`, with the weights (the loss mask) known in the forward and only the
-scalar (1/tokens, the loss scale) unknown. If the caller guarantees this with
-`upstream="weighted-scalar"`, dX and dW are computed in the forward, while the chunk of logits is
-available, with the weights folded into each row; the backward multiplies by the scalar. The
-guarantee is checked on the device in every backward, without waiting for it. Any other upstream
-gradient is supported with four GEMMs: `upstream="arbitrary"`, the default.
+the logits in the backward is not faster. In training the upstream gradient of token i is `scalar *
+loss_weights[i]`, with the weights (the loss mask) known in the forward and only the scalar
+(1/tokens, the loss scale) unknown. If the caller guarantees this with `upstream="weighted-scalar"`,
+dX and dW are computed in the forward, while the chunk of logits is available, with the weights
+folded into each row; the backward multiplies by the scalar. Where dW is added to `main_grad` and
+the logits of all computed rows are smaller than it (in bf16, at most `2 * H` tokens), they are kept
+instead, and the backward computes dX and dW. The guarantee is checked on the device in every
+backward, without waiting for it. Any other upstream gradient is supported with four GEMMs:
+`upstream="arbitrary"`, the default.
 
 Masked tokens cost nothing if the host knows how many count: with the guarantee, `counted_tokens=`
 computes only those rows. A number that is too small is a device-side error.
 
-Memory held between forward and backward with the guarantee: dX in the type of hidden and dW in
-fp32, `4 * H * V/tp` bytes per head (2 GiB at H=4096, V=131072); without it, three fp32 numbers per
-token. Neither can be added to `main_grad` in the forward, where the scalar is not known yet.
+Memory held between forward and backward with the guarantee: the logits, `2 * R * V/tp` bytes per
+head in bf16 (1 GiB for R=4096 tokens at V=131072), where they are kept; else dX in the type of
+hidden and dW in fp32, `4 * H * V/tp` bytes (2 GiB at H=4096). Without it, three fp32 numbers per
+token.
+Gradients cannot be added to `main_grad` in the forward, where the scalar is not known yet.
 
 Numerics. Logits are rounded to the type of the inputs before the softmax, as in the unfused path;
 the rest is fp32. A confident token keeps its precision: the sum without the target is kept
@@ -47,9 +51,10 @@ from torch import Tensor
 from cppmega.errors import CppmegaError
 from cppmega.host import env
 from cppmega.ops.common.launch import on_device_of
+from cppmega.ops.common.main_grad import MainGrad
 from cppmega.ops.linear_cross_entropy import external
 from cppmega.ops.linear_cross_entropy import naive as reference
-from cppmega.ops.linear_cross_entropy.autograd import DeferredScalar, Recompute, main_grad_of
+from cppmega.ops.linear_cross_entropy.autograd import DeferredScalar, InBackward, main_grad_of
 from cppmega.ops.linear_cross_entropy.chunks import (
     ChunkKernels,
     Problem,
@@ -299,11 +304,16 @@ def linear_cross_entropy(
         loss, found = cast(Tensor, done.loss), done.argmax
     elif upstream == "weighted-scalar":
         counted = _counted_weights(loss_weights, ignored, problem.kernels, hidden.dtype)
-        loss, found = DeferredScalar.apply(
-            rows, weight, problem, counted, reduced, main_grad, caller
-        )
+        if _keeps_logits(main_grad, problem.kernels, computed, hidden):
+            loss, found = InBackward.apply(
+                rows, weight, problem, reduced, main_grad, counted, caller
+            )
+        else:
+            loss, found = DeferredScalar.apply(
+                rows, weight, problem, counted, reduced, main_grad, caller
+            )
     else:
-        loss, found = Recompute.apply(rows, weight, problem, reduced, main_grad)
+        loss, found = InBackward.apply(rows, weight, problem, reduced, main_grad, None, caller)
     return LinearCrossEntropyOutput(
         loss.view(shape), found.view(shape) if found is not None else None, name
     )
@@ -315,6 +325,18 @@ def _kernels(name: str) -> ChunkKernels:
     from cppmega.ops.linear_cross_entropy import kernels_triton as triton_kernels
 
     return triton_kernels
+
+
+def _keeps_logits(
+    main_grad: MainGrad | None, kernels: ChunkKernels, computed: int, hidden: Tensor
+) -> bool:
+    """Whether dW is added to `main_grad`, and the logits are smaller than dW in its wide type.
+
+    Without `main_grad`, a backward that holds the logits would have to hold dW beside them.
+    """
+    logits = computed * kernels.logits_buffer(0, 1, hidden).element_size()
+    weight_grad = hidden.shape[-1] * kernels.accumulation_dtype(hidden.dtype).itemsize
+    return main_grad is not None and logits <= weight_grad
 
 
 _ROW_TILE = 128

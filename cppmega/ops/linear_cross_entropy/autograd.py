@@ -1,8 +1,9 @@
 """The two backward schemes of linear cross-entropy, over `chunks.walk`.
 
-`DeferredScalar` computes the gradients in the forward and multiplies by one number in the
-backward; `Recompute` saves three numbers per token and recomputes the logits in the backward. Both
-can sum dX over the tensor-parallel group in the backward, and add dW to `MainGrad` if there is one.
+`DeferredScalar` computes the gradients in the forward and multiplies by one number in the backward;
+`InBackward` computes them in the backward, from logits that it keeps or, with three numbers per
+token, computes again. Both can sum dX over the tensor-parallel group in the backward, and add dW to
+`MainGrad` if there is one.
 """
 
 from __future__ import annotations
@@ -183,8 +184,11 @@ class DeferredScalar(torch.autograd.Function):
         return (*grads, None, None, None, None, None)
 
 
-class Recompute(torch.autograd.Function):
-    """Four GEMMs: logits in the forward; logits again, dX and dW in the backward."""
+class InBackward(torch.autograd.Function):
+    """Logits in the forward; dX and dW in the backward, before them the logits if none are kept.
+
+    With `promised` weights, it keeps them: three GEMMs. Without, it computes them again: four.
+    """
 
     @staticmethod
     def forward(
@@ -194,11 +198,13 @@ class Recompute(torch.autograd.Function):
         problem: Problem,
         reduce_hidden_grad: bool,
         main_grad: MainGrad | None,
+        promised: Tensor | None,
+        caller: str,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Loss `[N]` and argmax `[N]` or None; see `linear_cross_entropy` for the arguments."""
-        done = walk(problem, hidden, weight)
-        ctx.save_for_backward(hidden, weight, *done.softmax)
-        ctx.problem, ctx.main_grad = problem, main_grad
+        done = walk(problem, hidden, weight, keep_logits=promised is not None)
+        ctx.save_for_backward(hidden, weight, promised, done.logits, *done.softmax)
+        ctx.problem, ctx.main_grad, ctx.caller = problem, main_grad, caller
         ctx.reduce_hidden_grad = reduce_hidden_grad
         ctx.set_materialize_grads(False)
         if done.argmax is not None:
@@ -208,13 +214,15 @@ class Recompute(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor | None, _: None) -> tuple[Any, ...]:
-        """Compute the gradients for any upstream gradient."""
+        """Compute the gradients for any upstream gradient, or for one that is as promised."""
         if upstream is None:
-            return (None,) * 5
-        hidden, weight, *softmax = ctx.saved_tensors
+            return (None,) * 7
+        hidden, weight, promised, logits, *softmax = ctx.saved_tensors
         problem: Problem = ctx.problem
         wide = problem.kernels.accumulation_dtype(hidden.dtype)
         counted = upstream.to(wide).masked_fill(problem.ignored, 0)
+        if promised is not None:
+            deferred_scalar(counted, promised, ctx.caller)
         row_weights, gradient_scale, factor = _in_range(counted, hidden.dtype)
         main_grad: MainGrad | None = ctx.main_grad
         # The GEMM itself adds to main_grad if no factor remains to be applied afterwards.
@@ -226,6 +234,7 @@ class Recompute(torch.autograd.Function):
             row_weights=row_weights,
             gradient_scale=gradient_scale,
             softmax=Softmax(*softmax),
+            logits=logits,
             want_hidden_grad=ctx.needs_input_grad[0],
             want_weight_grad=ctx.needs_input_grad[1],
             accumulate_into=main_grad.buffer if straight and main_grad is not None else None,
@@ -241,4 +250,4 @@ class Recompute(torch.autograd.Function):
         )
         if straight and main_grad is not None:
             weight_grad = main_grad.added()
-        return (hidden_grad, weight_grad, None, None, None)
+        return (hidden_grad, weight_grad, None, None, None, None, None)

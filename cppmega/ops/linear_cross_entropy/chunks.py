@@ -1,6 +1,6 @@
 """The loop over chunks of tokens that the reference and the Triton backend share.
 
-One chunk holds `[n, V/tp]` logits, which is the largest tensor. Per chunk:
+One chunk holds `[n, V/tp]` logits, which is the largest tensor unless they are kept. Per chunk:
 
     logits = scale * hidden @ weight.T                    GEMM 1
     lse, target logit, argmax   (all-gather over TP)      row kernel, first read
@@ -181,6 +181,7 @@ class Walk(NamedTuple):
         argmax: `[N]` int64 global token ids, -1 where ignored or not computed; None unless wanted.
         hidden_grad: `[N, H]`, only from this rank's part of the vocabulary.
         weight_grad: `[V/tp, H]`, or None if it was added to the caller's accumulator.
+        logits: `[R, V/tp]`; None unless they are kept.
     """
 
     loss: Tensor | None
@@ -188,6 +189,7 @@ class Walk(NamedTuple):
     argmax: Tensor | None
     hidden_grad: Tensor | None
     weight_grad: Tensor | None
+    logits: Tensor | None
 
 
 def default_chunk_tokens(tokens: int, columns: int, itemsize: int) -> int:
@@ -229,6 +231,8 @@ def walk(
     row_weights: Tensor | None = None,
     gradient_scale: float = 1.0,
     softmax: Softmax | None = None,
+    keep_logits: bool = False,
+    logits: Tensor | None = None,
     want_hidden_grad: bool = False,
     want_weight_grad: bool = False,
     accumulate_into: Tensor | None = None,
@@ -243,6 +247,8 @@ def walk(
         gradient_scale: factor on both gradients, applied inside the GEMM in fp32.
         softmax: the result of an earlier call; skips the statistics, the loss and their
             communication.
+        keep_logits: return the logits of all rows, for a later call.
+        logits: those of an earlier call, which are overwritten; skips their GEMM.
         want_hidden_grad: compute dX.
         want_weight_grad: compute dW.
         accumulate_into: `[V/tp, H]` fp32 to which dW is added instead of being returned.
@@ -267,14 +273,18 @@ def walk(
         weight_grad = allocate(weight, dtype=wide)
     scale = gradient_scale * problem.logit_scale
     step = problem.chunk_tokens
-    buffer = kernels.logits_buffer(min(step, tokens), shard, hidden)
+    known_logits = logits is not None
+    if logits is None:
+        held = tokens if keep_logits else min(step, tokens)
+        logits = kernels.logits_buffer(held, shard, hidden)
 
     for start in range(0, tokens, step):
         rows = slice(start, min(start + step, tokens))
-        logits = buffer[: rows.stop - start]
+        some = logits[rows] if logits.shape[0] == tokens else logits[: rows.stop - start]
         inputs = problem.picked(hidden, rows)
-        kernels.logits(inputs, weight, problem.logit_scale, logits)
-        chunk = (logits, targets[rows], problem.columns)
+        if not known_logits:
+            kernels.logits(inputs, weight, problem.logit_scale, some)
+        chunk = (some, targets[rows], problem.columns)
         known = None if softmax is None else Softmax(*(each[rows] for each in softmax))
         if fresh:
             if weights is not None and problem.tp_group is None:
@@ -292,10 +302,10 @@ def walk(
         if known is not None:
             kernels.gradient_(*chunk, known, weights[rows])
         if hidden_grad is not None:
-            _add_hidden_grad(problem, logits, weight, scale, rows, hidden_grad)
+            _add_hidden_grad(problem, some, weight, scale, rows, hidden_grad)
         if want_weight_grad and weight_grad is not None:
             adding = start > 0 or accumulate_into is not None
-            kernels.weight_gradient(logits, inputs, scale, adding, weight_grad)
+            kernels.weight_gradient(some, inputs, scale, adding, weight_grad)
 
     loss = None
     if softmax is None:
@@ -305,7 +315,8 @@ def walk(
     if argmax is not None:
         argmax = problem.spread(argmax, -1).masked_fill_(problem.ignored, -1)
     returned = weight_grad if accumulate_into is None else None
-    return Walk(loss, softmax, argmax, hidden_grad, returned)
+    kept = logits if keep_logits else None
+    return Walk(loss, softmax, argmax, hidden_grad, returned, kept)
 
 
 def _hidden_grad(problem: Problem, hidden: Tensor) -> Tensor:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cppmega.ops import linear_cross_entropy as implementation
 from cppmega.ops.linear_cross_entropy import linear_cross_entropy
 
-UPSTREAMS = ("weighted-scalar", "arbitrary")
+UPSTREAMS = ("weighted-scalar", "kept", "arbitrary")
+"""What a caller guarantees; `kept` is `weighted-scalar` where the logits are the smaller tensor."""
 
 
 class Case(NamedTuple):
@@ -78,15 +81,18 @@ def dense(case: Case, upstream: Tensor, scale: float = 1.0) -> Dense:
 def run(case: Case, upstream: str, **options: Any) -> Dense:
     """The op, forward and backward, with the upstream gradient `scalar * weights`."""
     options.setdefault("vocab_size", case.vocab_size)
-    out = linear_cross_entropy(
-        case.hidden,
-        case.weight,
-        case.targets,
-        loss_weights=case.weights if upstream == "weighted-scalar" else None,
-        upstream=upstream,
-        return_argmax=True,
-        **options,
-    )
+    keeps = upstream == "kept"
+    upstream = "weighted-scalar" if keeps else upstream
+    with mock.patch.object(implementation, "_keeps_logits", lambda *_: keeps):
+        out = linear_cross_entropy(
+            case.hidden,
+            case.weight,
+            case.targets,
+            loss_weights=case.weights if upstream == "weighted-scalar" else None,
+            upstream=upstream,
+            return_argmax=True,
+            **options,
+        )
     gradient = (case.scalar * case.weights).to(out.loss.dtype)
     grads = torch.autograd.grad(out.loss, (case.hidden, case.weight), gradient)
     assert out.argmax is not None

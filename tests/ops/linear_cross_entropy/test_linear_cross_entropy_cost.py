@@ -37,7 +37,28 @@ def test_gemms_and_the_largest_tensor(upstream: str, gemms: int) -> None:
     assert calls.largest <= 16 * 91
 
 
-@pytest.mark.parametrize("upstream", UPSTREAMS)
+@pytest.mark.parametrize(("tokens", "hidden"), [(8, 64), (64, 8)])
+def test_the_smaller_of_logits_and_gradient_is_held(tokens: int, hidden: int) -> None:
+    case = make_case(tokens=tokens, hidden=hidden, vocabulary=91, dtype=torch.float32)
+    case.weight.main_grad = torch.zeros_like(case.weight)
+    held: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        given = any(tensor is one for one in (case.hidden, case.weight))
+        held.append(0 if given else tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        linear_cross_entropy(
+            *case[:3],
+            upstream="weighted-scalar",
+            gradient_accumulation_fusion=True,
+            chunk_tokens=16,
+        )
+    assert max(held) == 8 * 91
+
+
+@pytest.mark.parametrize("upstream", ["weighted-scalar", "arbitrary"])
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
 def test_a_frozen_input_costs_no_gemm(upstream: str, frozen: str) -> None:
     case = make_case(tokens=8)
