@@ -183,6 +183,25 @@ def test_an_unfinished_page_of_the_folder_stops_no_other(
         verify.verify(Session(root, [own]), ["unfinished"])
 
 
+@pytest.mark.parametrize("follows", [False, True])
+def test_a_pending_page_is_proved_without_pages_of_other_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: str, follows: bool
+) -> None:
+    """Unless it follows one: the copy of the tree needs its edits, too."""
+    shipped, layer = tmp_path / "shipped", "megatron/core/layer.py"
+    monkeypatch.setattr(catalogue, "builtin_folder", lambda: shipped)
+    made.page(shipped, patch=f'reached="forward", after=("misfit",)[:{follows:d}]')
+    source = "def f():\n    return 1\n"
+    made.page(shipped, "misfit", target=f"{layer}:f", source=source, edit='replacing("2", "3")')
+    session = Session(made.tree(tmp_path / "root", {layer: source}))
+    if follows:
+        with pytest.raises(CppmegaError, match="misfit"):
+            verify.verify(session, ["double_doubles"])
+    else:
+        (one,) = verify.verify(session, ["double_doubles"])
+        assert one.proof == "passed"
+
+
 def test_a_page_that_cannot_be_loaded_stops_no_other(tmp_path: Path, server: str) -> None:
     """It stops what is about the whole folder, about itself, or about a page that follows it."""
     own, remarks = tmp_path / "own", list[str]()
