@@ -80,8 +80,12 @@ class Session:
         return self._load(None)
 
     def load_for(self, names: Sequence[str]) -> None:
-        """Load the pages for a command on some of them, without others that cannot be loaded."""
-        self.pages = self._load({*names, *receipt.load(self.read_tree()).receipt.pages})
+        """Load the pages for a command on some of them, without others that cannot be loaded.
+
+        Pages that were loaded or given before stay.
+        """
+        if "pages" not in self.__dict__:
+            self.pages = self._load({*names, *receipt.load(self.read_tree()).receipt.pages})
 
     def _load(self, needed: Collection[str] | None) -> dict[str, Page]:
         if self._pinned is not None:
