@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 _KEBAB = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*\Z")
 _NAMESPACE = re.compile(r"[A-Z]+_|--?")
@@ -51,6 +51,11 @@ class CppmegaError(Exception):
     def as_json(self) -> dict[str, str]:
         """The name and the three parts for `--json`."""
         return {"name": self.name, "what": self.what, "why": self.why, "next": self.next}
+
+    @classmethod
+    def from_json(cls, parts: Mapping[str, str]) -> CppmegaError:
+        """An error that another process has passed on as its name and its three parts."""
+        return cls(parts["name"], parts["what"], parts["why"], parts["next"])
 
 
 def closest(word: str, known: Iterable[str], limit: int = 1) -> list[str]:

@@ -116,7 +116,7 @@ def _judge(end: _End) -> None:
     for entry in entries:
         if entry.what == "refused" and entry.error is not None:
             what = f"process {entry.pid} ({entry.where}): {entry.error['what']}"
-            raise CppmegaError(**{**entry.error, "what": what})
+            raise CppmegaError.from_json({**entry.error, "what": what})
     held = guard.active()
     if held is not None and not held.stepped:
         end.reason = "--no-steps" if end.no_steps else _reason(held, entries, end.help_shown)

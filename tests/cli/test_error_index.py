@@ -28,8 +28,6 @@ PASSING_ON = {
     "overlay/verbs.py": {"f'patch-{verdict.state}'"},
     "preflight/checks/patches.py": {"f'patch-{first.state}'"},
     "preflight/findings.py": {"self.name"},
-    "preflight/messages.py": {"self.name"},
-    "guard/ledger.py": {"self.name"},
     "rewriting/rewrite.py": {
         "'target-ambiguous' if found else 'target-absent'",
         "error.name",

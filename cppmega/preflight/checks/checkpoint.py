@@ -73,7 +73,7 @@ def _read(context: Context, load: Path) -> Saved:
     order = CheckpointOrder(archives=[*complete.archives])
     answer = ask(_WORKER, order, CheckpointAnswer, context.environ)
     if answer.problem is not None:
-        raise CppmegaError(**answer.problem)
+        raise CppmegaError.from_json(answer.problem)
     shapes, summed = complete.shapes, complete.summed
     return Saved(complete.step, answer.arguments, shapes, summed)
 

@@ -28,5 +28,5 @@ def check(context: Context) -> str:
     """
     root = context.session.read_tree().root
     interpreter.require_torch(root, "cppmega preflight", or_below=True)
-    refuse(CppmegaError(**problem) for problem in context.process.problems)
+    refuse(map(CppmegaError.from_json, context.process.problems))
     return f"a separate process imports {context.process.imported}"
