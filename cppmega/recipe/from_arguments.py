@@ -15,7 +15,7 @@ _SAME = (
     *("make_vocab_size_divisible_by", "micro_batch_size", "use_distributed_optimizer"),
     *("num_experts", "moe_router_topk", "moe_shared_expert_intermediate_size"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
-    *("expert_model_parallel_size", "cross_entropy_loss_fusion"),
+    *("expert_model_parallel_size", "cross_entropy_loss_fusion", "gradient_accumulation_fusion"),
 )
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 _SPARSE = (
