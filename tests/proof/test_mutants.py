@@ -11,6 +11,7 @@ import pytest
 from tests import forkserver, mutants
 from tests.support import VERSIONS, laws
 from tests.support.mutations import Source
+from tests.support.weekly import weekly
 
 KILLED = 4
 """So many mutants a proof must notice, or all that its page has."""
@@ -83,6 +84,7 @@ def test_what_a_page_removes_comes_back() -> None:
     assert _changed(text, range(0), stock) == []  # another page's
 
 
+@weekly
 @pytest.mark.slow
 @pytest.mark.megatron
 def test_proofs_notice_mutants() -> None:

@@ -6,7 +6,6 @@ environment, and what pip would download is linked into it from the one that run
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
@@ -18,14 +17,9 @@ from pathlib import Path
 import pytest
 
 from tests.support import REPOSITORY, distributions, pristine
+from tests.support.weekly import weekly
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        os.environ.get("TESTS_WEEKLY") != "1",
-        reason="it takes a minute, and runs with TESTS_WEEKLY=1, as once a week",
-    ),
-]
+pytestmark = [pytest.mark.slow, weekly]
 
 ROOT = """
 mount -t tmpfs none "$1" && mkdir "$1/up" "$1/work" "$1/root" || exit 77
