@@ -114,7 +114,7 @@ def _execute(command: RunCommand) -> int:
     from cppmega import calls, guard
     from cppmega.guard import allowed
     from cppmega.guard import end as run_end
-    from cppmega.host import allocator, console
+    from cppmega.host import allocator, console, next_command
     from cppmega.runs import placeholders
     from cppmega.tree import accepted
 
@@ -136,6 +136,9 @@ def _execute(command: RunCommand) -> int:
     calls.allow(command.fallbacks)
     try:
         guard.start(command.root, trains=not command.no_steps)
+    except CppmegaError as error:
+        error.next = next_command.carrying(error.next, command.root)
+        raise
     except OSError as error:
         raise console.of_system(error) from error
     except KeyboardInterrupt:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
-import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -15,7 +13,7 @@ import click
 
 from cppmega import __version__
 from cppmega.errors import CppmegaError
-from cppmega.host import command_words
+from cppmega.host import command_words, next_command
 
 if TYPE_CHECKING:
     from cppmega.overlay.verbs import Outcome, Session
@@ -125,27 +123,11 @@ def arguments_options(command: F) -> F:
     return unknown(added(command))
 
 
-_NEXT = re.compile(
-    r"(python -m cppmega\.apply_patches|cppmega "
-    r"(?:(apply|status|diff|verify|revert|advise|preflight|doctor)|list|explain|drift|pin))\b"
-)
-"""Commands that take `--patches`; those of the group, and the first one, take `--megatron` too."""
-
-
 def carrying(text: str, catalogues: Iterable[Path]) -> str:
-    """Add the user's catalogues and tree to the commands in a text, which would see others."""
+    """Add the user's catalogues, and the tree of this command, to the commands in a text."""
     context = click.get_current_context(silent=True)
     root = context.params.get("root") if context is not None else None
-    patches = "".join(f" --patches {shlex.quote(str(folder))}" for folder in catalogues)
-    patches *= " --patches" not in text
-    tree = f" --megatron {shlex.quote(str(root))}" if isinstance(root, Path) else ""
-    tree *= " --megatron" not in text
-
-    def carried(command: re.Match[str]) -> str:
-        of_a_tree = command[2] or command[1].startswith("python")
-        return command[1] + patches + (tree if of_a_tree else "")
-
-    return _NEXT.sub(carried, text)
+    return next_command.carrying(text, root if isinstance(root, Path) else None, catalogues)
 
 
 def patches_option(command: F) -> F:

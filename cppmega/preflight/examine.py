@@ -7,14 +7,13 @@ is `not-run`, which is not a pass.
 from __future__ import annotations
 
 import importlib
-import re
-import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cppmega.errors import CppmegaError, did_you_mean
+from cppmega.host import next_command
 from cppmega.overlay import receipt
 from cppmega.preflight.checks import ORDER
 from cppmega.preflight.context import Context
@@ -109,16 +108,7 @@ def answers(name: str, context: Context) -> list[Finding]:
         return [_failed(name, error, context.root)]
 
 
-_OF_A_TREE = re.compile(
-    r"python -m cppmega\.apply_patches\b|cppmega (?:apply|verify|status|revert|diff)\b"
-    r"(?! --megatron)"
-)
-
-
 def _failed(check: str, error: CppmegaError, root: Path | None) -> Finding:
     """A failure, whose next command names the tree that was checked."""
-    command = error.next
-    if root is not None:
-        place = f" --megatron {shlex.quote(str(root))}"
-        command = _OF_A_TREE.sub(lambda match: match.group() + place, command)
+    command = next_command.carrying(error.next, root)
     return Finding(check, "failed", error.name, error.what, error.why, command)
