@@ -308,7 +308,7 @@ def _load_module(name: str, path: Path) -> ModuleType:
             "correct the page",
         )
 
-    return load_file.load(qualified, path, failed, below)
+    return load_file.load(qualified, path, failed, below, writes=True)
 
 
 def package_of(folder: Path) -> str:

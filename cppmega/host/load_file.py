@@ -24,8 +24,12 @@ class _FromSource(SourceFileLoader):
 
     They are a page's header and its proof. Bytecode is used only if it holds the hash of the text:
     Python also uses it if the source's size and its time in seconds agree, and an edit can keep
-    both. Compiling all pages takes as long as the rest of a guarded start.
+    both. Compiling all pages takes as long as the rest of a guarded start, so theirs is written.
     """
+
+    def __init__(self, name: str, path: str, *, writes: bool) -> None:
+        super().__init__(name, path)
+        self.writes = writes and not sys.dont_write_bytecode
 
     def get_code(self, fullname: str) -> CodeType:
         text, cached = self.get_data(self.path), cache_from_source(self.path, optimization="")
@@ -37,7 +41,7 @@ class _FromSource(SourceFileLoader):
                 if code.co_filename == self.path:
                     return code
         code = self.source_to_code(text, self.path, _optimize=0)
-        if not sys.dont_write_bytecode:
+        if self.writes:
             self.set_data(cached, head + marshal.dumps(code))
         return code
 
@@ -56,7 +60,7 @@ class _SiblingFinder(MetaPathFinder):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.origin is not None and spec.loader is not None:
-            spec.loader = _FromSource(spec.name, spec.origin)
+            spec.loader = _FromSource(spec.name, spec.origin, writes=True)
         return spec
 
 
@@ -77,12 +81,20 @@ def package(name: str, folder: Path) -> None:
     _forget(f"{name}._")
 
 
-def load(name: str, path: Path, failed: Failed, below: Sequence[str] | None = None) -> ModuleType:
+def load(
+    name: str,
+    path: Path,
+    failed: Failed,
+    below: Sequence[str] | None = None,
+    *,
+    writes: bool = False,
+) -> ModuleType:
     """Execute a file as a module of that name, which stays in `sys.modules`.
 
     Args:
         failed: builds the error from what the file raised or did.
         below: where its submodules are, if it is the `__init__` of a package.
+        writes: whether its bytecode is kept next to it.
 
     Raises:
         CppmegaError: raised by the file, or built by `failed`.
@@ -90,7 +102,7 @@ def load(name: str, path: Path, failed: Failed, below: Sequence[str] | None = No
     spec = importlib.util.spec_from_file_location(
         name,
         path,
-        loader=_FromSource(name, str(path)),
+        loader=_FromSource(name, str(path), writes=writes),
         submodule_search_locations=None if below is None else list(below),
     )
     assert spec is not None and spec.loader is not None

@@ -31,7 +31,7 @@ _AROUND = {
 }
 """Beginning of an operator's name -> its family, where kernels of DSA have the same name."""
 _KERNEL = re.compile(r"^@(?:triton|gluon)\.jit.*\n(?:^@.*\n)*def (\w+_kernel)\(", re.MULTILINE)
-_OWN_HEADS = r"^(DeferredScalar|Recompute)(Backward)?$"
+_OWN_HEADS = r"^(DeferredScalar|InBackward)(Backward)?$"
 """Nodes of `linear_cross_entropy_autograd`."""
 _MEGATRON_LINEAR = r"^LinearWithGradAccumulationAndAsyncCommunication(Backward)?$"
 _TRANSFORMER_ENGINE = re.compile(r"^_(LayerNorm|Grouped)?(Linear|MLP)(Backward)?$")
@@ -161,5 +161,6 @@ def own_kernels() -> dict[str, tuple[str, ...]]:
                 for name in _KERNEL.findall(file.read_text()):
                     families.setdefault(name, set()).add(folder.name)
     return {
-        name: tuple(sorted(of, key=lambda one: one[:4] != "dsa_")) for name, of in families.items()
+        name: tuple(sorted(of, key=lambda one: (one[:4] != "dsa_", one)))
+        for name, of in families.items()
     }

@@ -23,7 +23,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
     monkeypatch.setattr(examine, "ORDER", QUICK)
     monkeypatch.setattr(machine, "gpu_here", lambda: False)
     monkeypatch.setattr("cppmega.preflight.context.gpu_here", lambda: False)
-    monkeypatch.setattr("cppmega.host.gpus.reported", lambda environ: [])
+    monkeypatch.setattr("cppmega.host.gpus.reported", lambda *environ: [])
     made = Lab(tmp_path, monkeypatch)
     made.wheel()
     made.page()

@@ -15,7 +15,9 @@ from cppmega.host import load_file
 
 def loaded(path: Path) -> tuple[int, str]:
     """The value that a file assigns, and the file that its function names as its own."""
-    made = load_file.load("made_page", path, lambda what: CppmegaError("page-failed", what, "", ""))
+    made = load_file.load(
+        "made_page", path, lambda what: CppmegaError("page-failed", what, "", ""), writes=True
+    )
     return made.VALUE, made.where.__code__.co_filename
 
 

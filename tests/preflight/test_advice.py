@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import sys
 from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -122,6 +124,14 @@ ONCE = (
     )
 )
 """As a rank that only parses, with one parser for all lines."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def before_megatron_is_imported() -> Iterator[None]:
+    """As in the command, whatever other tests have imported into this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(sys.modules, "megatron.core", raising=False)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -79,6 +79,6 @@ def test_arguments_that_are_the_recipes_or_the_trainers() -> None:
 
 def test_the_dispatcher_of_another_package_is_chosen_as_its_row_says() -> None:
     _, _, words = decisions.load()["hybridep"].instead.partition("launch with --set ")
-    change, _, arguments = words.partition(" -- ")
-    recipe = recipes_index.with_text(recipes_index.load("nam56r_h200_8gpu_bf16"), [change])
-    holds("owned_arguments", on(None, "--mock-data", "--", *arguments.split(), recipe=recipe))
+    changes = words.partition(";")[0].split(" --set ")
+    recipe = recipes_index.with_text(recipes_index.load("nam56r_h200_8gpu_bf16"), changes)
+    holds("owned_arguments", on(None, "--mock-data", recipe=recipe))

@@ -247,7 +247,7 @@ with mock.patch.object(pretrain, "_check_gpus", lambda torch: None):
 plan = replace(plan, options=replace(profiled.options, metrics=metrics,
                                      profile_folder=metrics.parent / "profile"))
 with mock.patch.object(megatron.training, "pretrain", stand_in), \
-        mock.patch.object(profiler, "check_profiler", lambda on_gpu: None), \
+        mock.patch.object(profiler, "check_profiler", lambda: None), \
         mock.patch.object(pretrain, "_check_gpus", lambda torch: None):
     sys.stdout = open(os.devnull, "w")
     pretrain.pretrain(plan)
