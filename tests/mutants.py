@@ -36,12 +36,11 @@ from typing import Any
 from unittest import mock
 
 from cppmega.guard import swaps
-from cppmega.guard.files import only_from
 from cppmega.host import console, process
 from cppmega.overlay.plan import Plan
 from cppmega.page import Page
 from cppmega.proof import worker
-from cppmega.proof.messages import PageOrder
+from cppmega.proof.messages import Order, PageOrder
 from cppmega.proof.needs import missing_needs
 from cppmega.proof.proof_process import stated_environment
 from cppmega.proof.scratch_tree import build
@@ -179,12 +178,18 @@ def run(
         build(made, root, "patched")
         process.adopt_orphans()
         warnings.simplefilter("ignore")
-        only_from(root)
-        loaded = [worker._load(_ordered(made, page)) for page in made.pages.values()]
-        for page, edits in loaded:
-            swaps.arm(page, edits)
-        chosen = [page for page, _ in loaded if page.name in names]
-        worker._import_targets(edits for page, edits in loaded if page.name in names)
+        pages = worker._imported(
+            Order(
+                root=str(root),
+                side="patched",
+                forks=True,
+                pages=tuple(_ordered(made, page) for page in made.pages.values()),
+                limit=LIMIT,
+                answers=-1,
+                code={},
+            )
+        )
+        chosen = [page for page in pages if page.name in names]
         gc.collect()
         gc.freeze()
         gc.enable()
