@@ -68,8 +68,8 @@ class StepProfiler:
         self._step_starts: list[float] = []
         self._profiler: Any = None
         if self._records:
-            _create(self._folder)
             check_profiler()
+            _create(self._folder)
 
     def around(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function that runs one step."""

@@ -96,7 +96,10 @@ def test_a_profile_that_cannot_be_written_is_named(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_created_is_named_before_the_first_step(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_named_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cppmega.training.profiler.check_profiler", lambda: None)
     (tmp_path / "file").touch()
     options = RunOptions(profile=1, profile_folder=tmp_path / "file" / "profile")
     with pytest.raises(CppmegaError, match="write-failed"):
