@@ -33,12 +33,11 @@ from benchmarks.harness import results, runs, trees
 from benchmarks.harness.gpu import card
 from benchmarks.harness.results import FOLDER, Places
 from benchmarks.harness.runs import STARTS, Bench, Row
-from benchmarks.slices.training import apart, measured, steps_of
+from benchmarks.slices.training import apart, curve, measured, steps_of
 from cppmega.recipe import index as recipes_index
 
 BATCH = 8
 """Sequences of a step, on either side."""
-_SIZES = (1, 2, 4, 8)
 STEPS = 50
 """Steps of the run with the best choice."""
 TRIAL, WARM = 7, 3
@@ -221,7 +220,8 @@ def fastest(side: Side, of: dict[str, Any], save: Callable[[], None]) -> Choice:
     begin = 1
     if side.name == "overlay":  # from the largest that stock holds without recompute
         fits = of.get("stock", {}).get("trials", {})
-        begin = max((n for n in _SIZES if fits.get(label(((), n)))), default=1)
+        while fits.get(label(((), 2 * begin))):
+            begin *= 2
 
     def tried(choice: Choice) -> dict[str, Any] | None:
         if label(choice) not in trials:
@@ -265,7 +265,7 @@ def leave_out(side: Side, of: dict[str, Any], save: Callable[[], None]) -> None:
 def page(result: Mapping[str, Any]) -> str:
     return results.page(
         f"# Models that others train, stock and overlay, {result['date']}",
-        f"Written by `benchmarks/models.py`. {runs.on(dict(result))} Every step has {BATCH} "
+        f"Written by `benchmarks/models.py`. {runs.on(result)} Every step has {BATCH} "
         "sequences. Each side trained with the fastest choice of those tried, or the given one, "
         "from the same weights on the same samples. Rates are medians after the tenth step. Stock "
         "has the pages without which it does not start, as listed.",
@@ -295,7 +295,7 @@ def _rows(models: Mapping[str, Any]) -> Iterator[list[Any]]:
             ratio = apart_by = None
             if name != SIDES[0] and stock is not None:
                 ratio = run["tokens_per_second"] / stock["tokens_per_second"]
-                apart_by = apart(*({s: x for s, x, *_ in r["curve"]} for r in (run, stock)))
+                apart_by = apart(curve(run), curve(stock))
             yield [
                 *(title, name + pages * (name == SIDES[0])),
                 label((tuple(side["choice"][0]), side["choice"][1])),
@@ -375,12 +375,11 @@ def _measuring(
     bench = Bench(recipes_index.load(chosen[0]), (), *places, 1.0)
     facts = {**runs.header(bench), "benchmark": "models"}
     del facts["recipe"], facts["changes"]
-    failed = False
+    target, failed = f"models_{card(facts['stack']['gpu'])}", False
     for recipe in chosen:
-        target = f"models_{card(facts['stack']['gpu'])}"
         of = results.read(places.out, target).get("models", {}).get(recipe, {})
 
-        def save(recipe: str = recipe, of: dict[str, Any] = of, target: str = target) -> None:
+        def save(recipe: str = recipe, of: dict[str, Any] = of) -> None:
             with results.changing(places.out, target) as result:
                 result.update(facts)
                 result.setdefault("models", {})[recipe] = of

@@ -20,7 +20,7 @@ from benchmarks.harness import results, runs
 from benchmarks.harness.gpu import card
 from benchmarks.harness.results import Places
 from benchmarks.harness.runs import Bench
-from benchmarks.slices.training import apart, measured
+from benchmarks.slices.training import apart, curve, measured
 from cppmega.overlay.verbs import Session
 from cppmega.recipe import index as recipes_index
 
@@ -52,11 +52,10 @@ def _rows(recipes: Mapping[str, Any]) -> Iterator[list[Any]]:
         for version, of in versions.items():
             first = first or of
             rate, older = (sum(x["tokens_per_second"] for x in y) / len(y) for y in (of, first))
-            one, other = ({s: loss for s, loss, *_ in x[0]["curve"]} for x in (of, first))
             yield [
                 *(recipe, version, ", ".join(f"{x['tokens_per_second']:.0f}" for x in of)),
                 *(rate / older, of[0]["peak_gib"], of[0]["first_loss"], of[0]["last_loss"]),
-                apart(one, other) if of is not first else None,
+                apart(curve(of[0]), curve(first[0])) if of is not first else None,
             ]
 
 

@@ -110,6 +110,11 @@ def losses(rows: list[Row]) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in steps_of(rows)}
 
 
+def curve(run: dict[str, Any]) -> dict[int, float]:
+    """The loss of every step of a measured run."""
+    return {step: loss for step, loss, *_ in run["curve"]}
+
+
 def apart(one: dict[int, float], other: dict[int, float]) -> float | None:
     """The largest difference of losses over the steps that both have; None without any."""
     return max((abs(one[step] - other[step]) for step in one.keys() & other.keys()), default=None)

@@ -25,7 +25,7 @@ import click
 from benchmarks.harness import results, runs
 from benchmarks.harness.results import Places
 from benchmarks.harness.runs import STARTS, Bench, TimeIsUp
-from benchmarks.slices.training import GRAPH_POOLS, WARM, apart, measured, steps_of
+from benchmarks.slices.training import GRAPH_POOLS, WARM, apart, curve, measured, steps_of
 from cppmega.host.markdown import table
 from cppmega.recipe import Recipe
 from cppmega.recipe import index as recipes_index
@@ -235,7 +235,7 @@ def _compared(row: dict[str, Any], first: dict[str, Any]) -> tuple[str, str]:
     """How the losses of a row differ from those of the first, over the steps of both."""
     if row is first or row["global_batch_size"] != first["global_batch_size"]:
         return ("", "")  # of other sequences, losses say nothing
-    own, others = ({step: loss for step, loss, *_ in each["curve"]} for each in (row, first))
+    own, others = curve(row), curve(first)
     difference = apart(own, others)
     if difference is None:
         return ("", "")
