@@ -181,6 +181,11 @@ class Page:
     """Modules of this package that it imports, except the engine's -> hash of their code."""
 
     @property
+    def title(self) -> str:
+        """The first line of its docstring."""
+        return self.doc.strip().partition("\n")[0]
+
+    @property
     def only_where_asked(self) -> bool:
         """Whether it is applied only where somebody asks for speed at the price of stock's bits."""
         bitwise = self.labels.get("Numerics", "").startswith("none")

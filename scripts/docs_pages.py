@@ -233,7 +233,7 @@ def _patch_pages() -> Iterator[tuple[str, str]]:
 
 
 def _patch_page(page: Page) -> str:
-    title = page.doc.strip().partition("\n")[0].rstrip(".")
+    title = page.title.rstrip(".")
     head = [f"# {page.name}", "", f"{title}.", ""]
     body = [f"**{label}.** {_one_line(text)}\n" for label, text in page.labels.items()]
     gate = f"`{page.patch.gate}=1`" if page.patch.gate else "always on"

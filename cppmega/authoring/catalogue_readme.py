@@ -42,7 +42,7 @@ def _part(title: str, pages: Iterable[Page]) -> str:
 
 
 def _row(page: Page) -> str:
-    title = page.doc.strip().partition("\n")[0].rstrip(".")
+    title = page.title.rstrip(".")
     gate = f" (`{page.patch.gate}=1`)" if page.patch.gate else ""
     numerics = re.split(r"[:,;.(]| and ", page.labels["Numerics"])[0].strip()
     cells = (

@@ -198,7 +198,7 @@ def _run(tree: Tree, command: tuple[str, ...], path: str, text: str) -> str:
 
 def _message(page: Page) -> str:
     """The title of the page, what it does and why, without sentences about this project."""
-    subject = page.doc.strip().splitlines()[0].rstrip(".")
+    subject = page.title.rstrip(".")
     body = []
     for label in ("What", "Why"):
         text = _MEASURED.sub("", page.labels[label].strip())

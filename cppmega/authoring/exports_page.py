@@ -53,7 +53,7 @@ Each was exported there. Its test passes on a CPU with the edit, and fails witho
 
 
 def _ready(page: Page, row: Mapping[str, Any]) -> tuple[str, ...]:
-    title = page.doc.strip().partition("\n")[0].rstrip(".")
+    title = page.title.rstrip(".")
     state = "ready"
     if row["page"] != page.text:
         state = "the page has changed; export it again"

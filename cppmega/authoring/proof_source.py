@@ -46,7 +46,7 @@ def test_module(page: Page) -> str:
     imports = [*copied.imports, *map(ast.unparse, leading)]
     if any(_LATER.encode() in module.text for module in (home, *copied.modules.values())):
         imports.insert(0, _LATER)
-    title = page.doc.strip().splitlines()[0]
+    title = page.title
     parts = [f'"""{title}"""', "\n".join(dict.fromkeys(imports)), *copied.blocks, body]
     return without_linter_comments("\n\n\n".join(filter(None, parts))) + "\n"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from cppmega.errors import CppmegaError
 from cppmega.host import console
-from cppmega.host.table import Row, table
+from cppmega.host.table import Row, show, table
 from cppmega.host.wording import counted
 from cppmega.preflight import examine
 from cppmega.preflight.advice import APPLY, Advice, Possibility, advise
@@ -42,8 +42,7 @@ def asked(context: Context) -> Advice:
 
 def print_advice(context: Context, found: Advice, verbose: bool) -> None:
     """Print a row for each page that serves, and for each possibility; then the next command."""
-    for line in table(_rows(context, found, verbose)):
-        print(line)
+    show(table(_rows(context, found, verbose)))
     if found.pending:
         console.say(f"next: {APPLY}, then cppmega preflight with the same words")
 
@@ -81,7 +80,7 @@ _SHOWN = 0.05
 
 
 def _title(context: Context, name: str) -> str:
-    return context.session.pages[name].doc.strip().partition("\n")[0]
+    return context.session.pages[name].title
 
 
 def as_json(context: Context, found: Advice) -> dict[str, Any]:

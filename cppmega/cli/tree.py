@@ -216,7 +216,7 @@ def _list_upstream(pages: Mapping[str, Page], as_json: bool) -> None:
 
 def _title(page: Page) -> str:
     gate = f" [{page.patch.gate}=1]" if page.patch.gate else ""
-    return page.doc.strip().splitlines()[0] + gate
+    return page.title + gate
 
 
 @cli.command(context_settings={"ignore_unknown_options": True})  # arguments of Megatron are names
@@ -305,7 +305,7 @@ def _explain_variable(name: str, readers: Sequence[Page]) -> None:
     if name in own:
         put(f"{name}: {own[name]}")
     for page in readers:
-        put(f"{name} is read by {page.name}: {page.doc.strip().splitlines()[0]}")
+        put(f"{name} is read by {page.name}: {page.title}")
         put(f"See `cppmega explain {page.name}`.")
 
 
