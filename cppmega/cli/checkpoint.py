@@ -8,15 +8,7 @@ from pathlib import Path
 
 import click
 
-from cppmega.cli.group import cli
-
-_root = click.option(
-    "--megatron",
-    "root",
-    type=click.Path(path_type=Path),
-    metavar="ROOT",
-    help="Folder that holds megatron/ (default: the one Python would import).",
-)
+from cppmega.cli.group import cli, root_option
 
 
 @cli.group()
@@ -31,7 +23,7 @@ def checkpoint() -> None:
 @checkpoint.command(name="import")
 @click.argument("model", metavar="MODEL")
 @click.argument("to", metavar="FOLDER", type=click.Path(path_type=Path))
-@_root
+@root_option
 def import_(model: str, to: Path, root: Path | None) -> None:
     """Convert MODEL of Hugging Face, a folder or a name on the hub, to Megatron's in FOLDER."""
     _convert(root, "import", model, str(to))
@@ -47,7 +39,7 @@ def import_(model: str, to: Path, root: Path | None) -> None:
     metavar="MODEL",
     help="The model of Hugging Face whose configuration and tokenizer the result gets.",
 )
-@_root
+@root_option
 def export(source: Path, to: Path, model: str, root: Path | None) -> None:
     """Convert Megatron's CHECKPOINT to one of Hugging Face in FOLDER."""
     _convert(root, "export", str(source), str(to), model)

@@ -155,19 +155,18 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 """`--json`, which every command with an answer accepts."""
 
 
+root_option = click.option(
+    "--megatron",
+    "root",
+    type=click.Path(path_type=Path),
+    metavar="ROOT",
+    help="Folder that holds megatron/ (default: the one Python would import).",
+)
+
+
 def tree_options(command: F) -> F:
     """Add the options that choose a tree and its catalogues, and `--json`."""
-    for option in (
-        json_option,
-        patches_option,
-        click.option(
-            "--megatron",
-            "root",
-            type=click.Path(path_type=Path),
-            metavar="ROOT",
-            help="Folder that holds megatron/ (default: the one Python would import).",
-        ),
-    ):
+    for option in (json_option, patches_option, root_option):
         command = option(command)
     return command
 
