@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from pathlib import Path
 
 import pytest
 
 from cppmega.errors import CppmegaError
-from cppmega.guard import files, imports, modules
+from cppmega.guard import modules
 from tests.support.lab import TARGET, A, Lab
 
 _EITHER = b"""\
@@ -62,18 +60,11 @@ def test_undefined_name_in_a_counted_definition(lab: Lab) -> None:
     assert caught.value.name == "undefined-name"
 
 
-def test_live_code_may_be_that_of_either_branch(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_code_may_be_that_of_either_branch(lab: Lab) -> None:
     lab.page(target=f"{TARGET}#2", edit='replacing("x + x + 0", "3 * x")')
     lab.wheel()
     assert lab.apply().ok
-    for name in [n for n in sys.modules if n.partition(".")[0] in imports.PACKAGES]:
-        monkeypatch.delitem(sys.modules, name)  # another test's megatron is not this tree's
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    monkeypatch.setattr(imports, "WATCHED", imports.Watched())
-    files.only_from(lab.root)
-    files.watch(lab.root, lab.receipt(), {})
-    module = importlib.import_module("megatron.core.a")
+    module = lab.watched("megatron.core.a")
     modules.check()
     vars(module)["double"] = lambda x: 0
     with pytest.raises(CppmegaError, match="double") as caught:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import pytest
 
 from cppmega.edits import adding_argument, appending, in_order, inserting, replacing
 from cppmega.errors import CppmegaError
-from cppmega.guard import files, imports, modules
+from cppmega.guard import modules
 from cppmega.overlay import verbs as overlay
 from cppmega.rewriting import rewrite
 from cppmega.rewriting.source import find
@@ -211,18 +209,11 @@ def test_a_missing_feature_makes_it_not_applicable(lab: Lab, when: str) -> None:
     assert lab.verdict().state == ("drifted" if when == "before" else "not-applicable")
 
 
-def test_the_guard_expects_the_patched_value(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guard_expects_the_patched_value(lab: Lab) -> None:
     lab.page(target=f"{A}:LIMIT", edit='replacing("1", "2")', reached="never")
     lab.wheel()
     assert lab.apply().ok
-    for name in [n for n in sys.modules if n.partition(".")[0] in imports.PACKAGES]:
-        monkeypatch.delitem(sys.modules, name)  # another test's megatron is not this tree's
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    monkeypatch.setattr(imports, "WATCHED", imports.Watched())
-    files.only_from(lab.root)
-    files.watch(lab.root, lab.receipt(), {})
-    module = importlib.import_module("megatron.core.a")
+    module = lab.watched("megatron.core.a")
     modules.check()
     vars(module)["LIMIT"] = 1
     with pytest.raises(CppmegaError, match="LIMIT") as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from cppmega.catalogue import loader as catalogue
+from cppmega.guard import files, imports
 from cppmega.overlay import receipt
 from cppmega.overlay import verbs as overlay
 from cppmega.overlay.verbs import Outcome, Session
@@ -78,6 +80,7 @@ class Lab:
         (self.pages / "not.toml").touch()  # a catalogue that has decided nothing
         self.files: dict[str, bytes] = dict(FILES)
         self.said: list[str] = []
+        self.monkeypatch = monkeypatch
         for name in os.environ:
             if name.startswith("CPPMEGA_"):
                 monkeypatch.delenv(name)
@@ -186,6 +189,17 @@ class Lab:
         scope: dict[str, Any] = {"__name__": "made"}
         exec(compile(self.text(path), path, "exec"), scope)
         return eval(expression, scope)
+
+    def watched(self, name: str) -> Any:
+        """Import a module of the tree as a guarded process does."""
+        for one in [n for n in sys.modules if n.partition(".")[0] in imports.PACKAGES]:
+            self.monkeypatch.delitem(sys.modules, one)  # another test's megatron is not this tree's
+        self.monkeypatch.setattr(sys, "path", list(sys.path))
+        self.monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+        self.monkeypatch.setattr(imports, "WATCHED", imports.Watched())
+        files.only_from(self.root)
+        files.watch(self.root, self.receipt(), {})
+        return importlib.import_module(name)
 
     def receipt(self) -> receipt.Receipt:
         """The receipt on disk."""
