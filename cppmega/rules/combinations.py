@@ -189,11 +189,6 @@ RECOMPUTED_MLP = Option(
     lambda run: recomputes(run, "mhc") and recomputes(run, "mlp"),
     "name only one of the two in --recompute-modules",
 )
-MAMBA_RECOMPUTE = Option(
-    "CPPMEGA_MAMBA_RECOMPUTE",
-    lambda run: env.is_on(run.cppmega_variables.get("CPPMEGA_MAMBA_RECOMPUTE", "")),
-    "unset CPPMEGA_MAMBA_RECOMPUTE and apply again",
-)
 OFFLOADING = Option(
     "activation offloading", _given("fine_grained_activation_offloading", "cpu_offloading")
 )
@@ -271,7 +266,6 @@ UNSUPPORTED: Mapping[Part, Mapping[Option, str]] = {
             "An MTP depth needs the streams of the decoder's last layer in its own stage."
         ),
         RECOMPUTED_MLP: "Both would recompute the input of the sub-layer.",
-        MAMBA_RECOMPUTE: "A recomputed layer returns hidden states without their streams.",
         KEYS_SHARED: (
             "Layers that share keys are found by their names, which differ for wrapped layers."
         ),

@@ -189,7 +189,6 @@ def test_a_rule_about_arguments_has_its_own_name(name: str, changes: dict[str, o
         ({"precision": "fp8"}, (), "--fp8-format"),
         ({"cuda_graph_impl": "local"}, (), "--cuda-graph-impl local"),
         ({"recompute_modules": ("mhc", "mlp")}, (), "--recompute-modules mhc mlp"),
-        ({"gates": (("CPPMEGA_MAMBA_RECOMPUTE", "1"),)}, (), "CPPMEGA_MAMBA_RECOMPUTE"),
         ({}, ("--fp32-residual-connection",), "--fp32-residual-connection"),
         ({}, ("--hidden-dropout", "0.1"), "--hidden-dropout"),
         ({}, ("--context-parallel-size=2",), "--context-parallel-size"),
@@ -203,6 +202,18 @@ def test_what_hyper_connections_do_not_support_is_refused(
         streams.with_(**changes).plus(*added)
     assert caught.value.name == "unsupported" and said in caught.value.what
     assert streams.plus("--hidden-dropout", "0.0", "--context-parallel-size", "1")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "added"),
+    [
+        ("nam56r_h200_slice_mhc", {"gates": (("CPPMEGA_MAMBA_RECOMPUTE", "1"),)}, ()),
+    ],
+)
+def test_what_hyper_connections_support_is_accepted(
+    name: str, changes: dict[str, object], added: tuple[str, ...]
+) -> None:
+    assert recipes_index.load(name).with_(**changes).plus(*added).uses_mhc
 
 
 def test_a_recipe_names_the_dsa_layers_that_share_keys() -> None:

@@ -72,7 +72,6 @@ OPTIONS: dict[Option, dict[str, Any]] = {
         "recompute_granularity": "selective",
         "recompute_modules": ["mhc", "mlp"],
     },
-    c.MAMBA_RECOMPUTE: {"CPPMEGA_MAMBA_RECOMPUTE": "1"},
     c.OFFLOADING: {"cpu_offloading": True},
     c.FUSED_TP_INFERENCE: {"inference_fuse_tp_communication": True},
     c.HETEROGENEOUS: {"heterogeneous_layers_config_path": "layers.json"},
