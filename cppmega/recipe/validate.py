@@ -16,8 +16,6 @@ from cppmega.tree import accepted
 
 _NEWEST = (9999, 0)
 """A release line with every argument."""
-_DESTINATIONS = {"fp8_format": "fp8", "fp4_format": "fp4"}
-"""Arguments whose value has another name when parsed."""
 _LISTS = ("recompute_modules", "cuda_graph_modules", "cuda_graph_scope")
 
 
@@ -59,8 +57,7 @@ def with_words(options: Mapping[str, Any], words: Sequence[str]) -> dict[str, An
 
 
 def _read(options: dict[str, Any], name: str, values: tuple[str, ...]) -> None:
-    name = name.removeprefix("--").replace("-", "_")
-    name = _DESTINATIONS.get(name, name)
+    name = rule.destination(name)
     read = [_value(value) for value in values]
     options[name] = read if name in _LISTS else read[0] if read else True
 

@@ -23,7 +23,7 @@ from cppmega.rules.questions import (
     uses_dsa,
     uses_fsdp,
 )
-from cppmega.rules.rule import Option, Part, Rule, unsupported
+from cppmega.rules.rule import Part, Rule, unsupported
 from cppmega.sizes import dsa_loss, embeddings, mixers
 
 
@@ -96,16 +96,8 @@ EXPERT_OVERLAP = Part(
     "leave out --overlap-moe-expert-parallel-comm; `cppmega explain "
     "--overlap-moe-expert-parallel-comm` shows what else there is",
 )
-CUDNN_DSA = Part(
-    "the DSA backend cudnn",
-    _backend("cudnn"),
-    "--dsa-kernel-backend none",
-)
-TILELANG_DSA = Part(
-    "the DSA backend tilelang",
-    _backend("tilelang"),
-    "--dsa-kernel-backend none",
-)
+CUDNN_DSA = Part("the DSA backend cudnn", _backend("cudnn"), "--dsa-kernel-backend none")
+TILELANG_DSA = Part("the DSA backend tilelang", _backend("tilelang"), "--dsa-kernel-backend none")
 LINEAR_LOSS = Part(
     "--cross-entropy-fusion-impl linear",
     lambda run: run.cross_entropy_loss_fusion and run.cross_entropy_fusion_impl == "linear",
@@ -118,14 +110,14 @@ TRAINER = Part(
     "train with the pretrain script of a Megatron checkout under `python -m cppmega.run`",
 )
 
-# What it may ask for.
-CONTEXT_PARALLEL = Option("--context-parallel-size", _above_one("context_parallel_size"))
-TENSOR_PARALLEL = Option(
+# What it may ask for, where that is more than an argument.
+CONTEXT_PARALLEL = Part("--context-parallel-size", _above_one("context_parallel_size"))
+TENSOR_PARALLEL = Part(
     "--tensor-model-parallel-size",
     _above_one("tensor_model_parallel_size"),
     "--tensor-model-parallel-size 1",
 )
-VIRTUAL_STAGES = Option(
+VIRTUAL_STAGES = Part(
     "virtual pipeline stages",
     lambda run: (
         _above_one("virtual_pipeline_model_parallel_size")(run)
@@ -133,79 +125,64 @@ VIRTUAL_STAGES = Option(
         or _above_one("num_virtual_stages_per_pipeline_rank")(run)
     ),
 )
-FSDP = Option("FSDP (--use-megatron-fsdp, --use-torch-fsdp2)", uses_fsdp, "use Megatron's DDP")
-MEGATRON_FSDP = Option("--use-megatron-fsdp", _given("use_megatron_fsdp"))
-TORCH_FSDP2 = Option("--use-torch-fsdp2", _given("use_torch_fsdp2"))
-MUP = Option("--use-mup", _given("use_mup"))
-META_DEVICE = Option("--init-model-with-meta-device", _given("init_model_with_meta_device"))
-FP32_RESIDUAL = Option("--fp32-residual-connection", _given("fp32_residual_connection"))
-DROPOUT = Option("--hidden-dropout", _given("hidden_dropout"), "--hidden-dropout 0")
-FP16 = Option("--fp16", _given("fp16"), "--bf16")
-FP32 = Option("fp32", lambda run: not (run.bf16 or run.fp16), "--bf16")
-NOT_BF16 = Option("a dtype other than bf16", lambda run: not run.bf16, "--bf16")
-FP8 = Option("--fp8-format", _given("fp8"))
-FP4 = Option("--fp4-format", _given("fp4"))
-DELAYED_FP8 = Option(
+FSDP = Part("FSDP (--use-megatron-fsdp, --use-torch-fsdp2)", uses_fsdp, "use Megatron's DDP")
+DROPOUT = Part("--hidden-dropout", _given("hidden_dropout"), "--hidden-dropout 0")
+FP16 = Part("--fp16", _given("fp16"), "--bf16")
+FP32 = Part("fp32", lambda run: not (run.bf16 or run.fp16), "--bf16")
+NOT_BF16 = Part("a dtype other than bf16", lambda run: not run.bf16, "--bf16")
+DELAYED_FP8 = Part(
     "--fp8-recipe delayed",
     lambda run: run.fp8 and run.fp8_recipe == "delayed",
     "--fp8-recipe tensorwise",
 )
-PRECISION_AWARE = Option("--use-precision-aware-optimizer", _given("use_precision_aware_optimizer"))
-CUDA_GRAPHS = Option("--cuda-graph-impl {}", _graphs(), "--cuda-graph-impl none")
-WHOLE_STEP_GRAPHS = Option(
+CUDA_GRAPHS = Part("--cuda-graph-impl {}", _graphs(), "--cuda-graph-impl none")
+WHOLE_STEP_GRAPHS = Part(
     "--cuda-graph-impl full_iteration", _graphs("full_iteration"), "--cuda-graph-impl none"
 )
-MAMBA_GRAPHS = Option(
+MAMBA_GRAPHS = Part(
     "--cuda-graph-impl {} of Mamba layers",
     _graphs(of="mamba"),
     "--cuda-graph-impl none, or name other parts of layers in --cuda-graph-modules",
 )
-GRAPHS_OF_ONE_ATTENTION = Option(
+GRAPHS_OF_ONE_ATTENTION = Part(
     "--cuda-graph-impl {} of single attention layers",
     _graphs("local", "transformer_engine", of="attn"),
     "--cuda-graph-impl none, or name other parts of layers than attn",
 )
-GRAPHS_OF_SOME_LAYERS = Option(
+GRAPHS_OF_SOME_LAYERS = Part(
     "--cuda-graph-impl local of {}, which capture the attention of only some layers,",
     captures_some_layers,
     "--cuda-graph-impl transformer_engine or none",
 )
-OVERLAPPED_EXPERTS = Option(EXPERT_OVERLAP.name, EXPERT_OVERLAP.used)
-LAYOUT_WITH_MTP = Option(
+LAYOUT_WITH_MTP = Part(
     "--pipeline-model-parallel-layout with MTP depths",
     lambda run: mtp_depths(run) and run.pipeline_model_parallel_layout,
 )
-TP_OVERLAP_WITH_MTP = Option(
+TP_OVERLAP_WITH_MTP = Part(
     "--tp-comm-overlap with MTP depths", lambda run: mtp_depths(run) and run.tp_comm_overlap
 )
-SEVERAL_DEPTHS = Option(
+SEVERAL_DEPTHS = Part(
     "more than one MTP depth", lambda run: mtp_depths(run) > 1, "train one MTP depth"
 )
-HYBRID = Option("a hybrid model", layer_pattern, "train a GPT model")
-DETACHED_DEPTHS = Option("--mtp-detach-heads", _given("mtp_detach_heads"))
-MIXED_DEPTHS = Option("--mtp-hsm", _given("mtp_hsm"))
-RECOMPUTED_MLP = Option(
+HYBRID = Part("a hybrid model", layer_pattern, "train a GPT model")
+RECOMPUTED_MLP = Part(
     "--recompute-modules mhc mlp",
     lambda run: recomputes(run, "mhc") and recomputes(run, "mlp"),
     "name only one of the two in --recompute-modules",
 )
-OFFLOADING = Option(
+OFFLOADING = Part(
     "activation offloading", _given("fine_grained_activation_offloading", "cpu_offloading")
 )
-FUSED_TP_INFERENCE = Option(
-    "--inference-fuse-tp-communication", _given("inference_fuse_tp_communication")
-)
-HETEROGENEOUS = Option(
+HETEROGENEOUS = Part(
     "--heterogeneous-layers-config-path",
     _given("heterogeneous_layers_config_path", "heterogeneous_block_specs"),
 )
-KEYS_SHARED = Option(SHARED_KEYS.name, SHARED_KEYS.used, SHARED_KEYS.instead)
-PACKED_DOCUMENTS = Option(
+PACKED_DOCUMENTS = Part(
     "packed_documents",
     lambda run: run.recipe is not None and run.recipe.packed_documents,
     "--set packed_documents=false",
 )
-DROPLESS_EXPERTS = Option(
+DROPLESS_EXPERTS = Part(
     "the capture of complete MoE layers whose experts drop no tokens",
     lambda run: (
         has_experts(run)
@@ -214,68 +191,65 @@ DROPLESS_EXPERTS = Option(
     ),
     "--set \"cuda_graph_modules=('attn', 'moe_router')\"",
 )
-DENSE_LOSS = Option(
+DENSE_LOSS = Part(
     "the indexer's loss over all keys",
     lambda run: run.dsa_indexer_loss_coeff and not run.dsa_indexer_use_sparse_loss,
     "--dsa-indexer-use-sparse-loss",
 )
-DENSE_LOSS_OF_PARTS = Option(
+DENSE_LOSS_OF_PARTS = Part(
     "the indexer's loss over all keys with context parallelism",
     lambda run: DENSE_LOSS.used(run) and CONTEXT_PARALLEL.used(run),
     "--dsa-indexer-use-sparse-loss",
 )
-CUDNN_WITHOUT_DENSE_LOSS = Option(
+CUDNN_WITHOUT_DENSE_LOSS = Part(
     "--dsa-kernel-backend cudnn with context parallelism or shared keys",
     lambda run: CUDNN_DSA.used(run) and (CONTEXT_PARALLEL.used(run) or shares_dsa_keys(run)),
     "--dsa-kernel-backend none",
 )
-DEFERRED_WGRAD = Option("--defer-embedding-wgrad-compute", _given("defer_embedding_wgrad_compute"))
-SAVED_LOGITS = Option(
+SAVED_LOGITS = Part(
     "--logits-save-dir or --logits-load-dir", _given("logits_save_dir", "logits_load_dir")
 )
-CONFIG_LOGGER = Option("--config-logger-dir", _given("config_logger_dir"))
-UNFUSED_ATTENTION = Option(
-    "--attention-backend unfused",
-    lambda run: str(run.attention_backend).endswith("unfused"),
+UNFUSED_ATTENTION = Part(
+    "--attention-backend unfused", lambda run: str(run.attention_backend).endswith("unfused")
 )
 
 _UNTESTED = "It has not been tested."
 _NOT_INITIALIZED = "Their weights would not be initialized."
 
-UNSUPPORTED: Mapping[Part, Mapping[Option, str]] = {
+UNSUPPORTED: Mapping[Part, Mapping[Part | str, str]] = {
     MHC: {
         VIRTUAL_STAGES: _UNTESTED,
         CONTEXT_PARALLEL: "Sequences that are split over ranks have not been tested.",
-        TORCH_FSDP2: "It shards parameters of one type together, but the mapping's stay fp32.",
-        MEGATRON_FSDP: "It has not been tested with parameters that stay fp32 in a bf16 model.",
-        PRECISION_AWARE: "It saves a copy of an fp32 parameter that it never updates.",
-        META_DEVICE: "The mapping is initialized when the module is built.",
+        "--use-torch-fsdp2": "It shards one type of parameters; the mapping's stay fp32.",
+        "--use-megatron-fsdp": "Parameters that stay fp32 in a bf16 model are untested.",
+        "--use-precision-aware-optimizer": "It never updates its copy of an fp32 parameter.",
+        "--init-model-with-meta-device": "The mapping is initialized when the module is built.",
         CUDA_GRAPHS: "The graphs of a layer take one stream, and a site has several.",
-        FP8: "Layers in FP8 have not been tested.",
-        FP4: "Layers in FP4 have not been tested.",
-        FP32_RESIDUAL: "The streams have the type of the model.",
+        "--fp8-format": "Layers in FP8 have not been tested.",
+        "--fp4-format": "Layers in FP4 have not been tested.",
+        "--fp32-residual-connection": "The streams have the type of the model.",
         DROPOUT: "Dropout between a sub-layer and the streams is not defined.",
         OFFLOADING: "The streams are not among what it offloads.",
-        OVERLAPPED_EXPERTS: "Its schedule calls the parts of a layer, not the layer.",
-        FUSED_TP_INFERENCE: "It adds a single residual inside its own kernel.",
+        EXPERT_OVERLAP: "Its schedule calls the parts of a layer, not the layer.",
+        "--inference-fuse-tp-communication": "It adds a single residual inside its own kernel.",
         HETEROGENEOUS: "Layers that lack a sub-layer have not been tested.",
-        DETACHED_DEPTHS: "A depth reads the streams, not the hidden states that it detaches.",
-        MIXED_DEPTHS: "A depth reads the streams, not the hidden states that it mixes.",
+        "--mtp-detach-heads": "A depth reads the streams, not the hidden states that it detaches.",
+        "--mtp-hsm": "A depth reads the streams, not the hidden states that it mixes.",
         TP_OVERLAP_WITH_MTP: "Its buffers have no name for the two projections of an MTP depth.",
         LAYOUT_WITH_MTP: (
             "An MTP depth needs the streams of the decoder's last layer in its own stage."
         ),
         RECOMPUTED_MLP: "Both would recompute the input of the sub-layer.",
-        KEYS_SHARED: (
+        SHARED_KEYS: (
             "Layers that share keys are found by their names, which differ for wrapped layers."
         ),
     },
     MIXERS: {
         CONTEXT_PARALLEL: "A state would miss the tokens of other ranks.",
         FSDP: "It has not been tested with parameters that stay fp32.",
-        MUP: "How the mixers' learning rates scale with the width has not been derived.",
-        META_DEVICE: _NOT_INITIALIZED,
-        FP32_RESIDUAL: _UNTESTED,
+        "--use-mup": "How the mixers' learning rates scale with the width has not been derived.",
+        "--init-model-with-meta-device": _NOT_INITIALIZED,
+        "--fp32-residual-connection": _UNTESTED,
         MAMBA_GRAPHS: "Capturing these mixers has not been tested.",
     },
     M2RNN: {
@@ -283,22 +257,22 @@ UNSUPPORTED: Mapping[Part, Mapping[Option, str]] = {
             "All heads share a query and a key, and their number is seldom a multiple of the "
             "ranks; the layer is neither sharded nor replicated over ranks."
         ),
-        FP4: "The width of M2RNN's projection is not a multiple of 16.",
+        "--fp4-format": "The width of M2RNN's projection is not a multiple of 16.",
         DELAYED_FP8: "One context is around all layers, and M2RNN's stay in bf16.",
     },
     CLIPPED_M2RNN: {FP16: "Gradients times the scale of the loss would be clipped."},
     EMBEDDINGS: {
         CONTEXT_PARALLEL: "An n-gram would miss the tokens of other ranks.",
         FSDP: "The copy of the MTP stage would get a part of the gradient of another part.",
-        MUP: "How their learning rates scale with the width has not been derived.",
-        OVERLAPPED_EXPERTS: "Its schedule calls the MTP depths without their tokens' context.",
+        "--use-mup": "How their learning rates scale with the width has not been derived.",
+        EXPERT_OVERLAP: "Its schedule calls the MTP depths without their tokens' context.",
         WHOLE_STEP_GRAPHS: (
             "The graph replays copies of the tokens, and what is attached to them is not copied."
         ),
         LAYOUT_WITH_MTP: (
             "The copies of the parameters are expected in the first and in the last stage."
         ),
-        META_DEVICE: _NOT_INITIALIZED,
+        "--init-model-with-meta-device": _NOT_INITIALIZED,
     },
     DENSE_STEPS: {
         CUDA_GRAPHS: "A captured step replays its own loss: the indexer would keep the dense one.",
@@ -318,9 +292,11 @@ UNSUPPORTED: Mapping[Part, Mapping[Option, str]] = {
         UNFUSED_ATTENTION: "Megatron runs unfused, and the run would be recorded as fused.",
     },
     LINEAR_LOSS: {
-        DEFERRED_WGRAD: "The gradient of the head's weight is computed together with the loss.",
+        "--defer-embedding-wgrad-compute": (
+            "The gradient of the head's weight is computed together with the loss."
+        ),
         SAVED_LOGITS: "The logits are never computed.",
-        CONFIG_LOGGER: "Megatron writes the logits of each step there, and they are not computed.",
+        "--config-logger-dir": "Megatron would write logits there, which are not computed.",
     },
     CUDA_GRAPHS_OF_LAYERS: {
         PACKED_DOCUMENTS: (
@@ -336,17 +312,17 @@ UNSUPPORTED: Mapping[Part, Mapping[Option, str]] = {
         CONTEXT_PARALLEL: "It does not split a sequence over ranks: all would see all of it."
     },
 }
-"""By part: each option that it does not support, and the reason."""
+"""By part: each option that it does not support, and the reason. A string is an argument."""
 
-SHARED_KEYS_OUTSIDE_STACKS: Mapping[Option, str] = {
+SHARED_KEYS_OUTSIDE_STACKS: Mapping[Part | str, str] = {
     GRAPHS_OF_SOME_LAYERS: (
         "A replayed layer cannot pass its keys to one that is not captured, nor take them from it."
     ),
-    OVERLAPPED_EXPERTS: "A layer could not tell which microbatch's keys are its own.",
+    EXPERT_OVERLAP: "A layer could not tell which microbatch's keys are its own.",
 }
 """For the pages that pass keys from layer to layer through their stack."""
 
-SHARED_KEYS_IN_GRAPHS: Mapping[Option, str] = {
+SHARED_KEYS_IN_GRAPHS: Mapping[Part | str, str] = {
     GRAPHS_OF_ONE_ATTENTION: (
         "Layers are captured without their stack, through which a Shared layer finds the keys of "
         "its Full layer."

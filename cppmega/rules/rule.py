@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from cppmega.errors import CppmegaError
@@ -89,34 +89,22 @@ class UnsupportedError(CppmegaError):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a run that some options do not go with."""
+    """A part of a run, or something that it asks for: an argument, or a value of it."""
 
     name: str
     used: Callable[[Any], object]
-    """Called with a run: whether it has the part."""
-    instead: str = "leave one of the two out"
-    """How to run without it, as the end of a sentence."""
+    """Called with a run: whether it has the part; a text is put in place of `{}` in the name."""
+    instead: str = ""
+    """How to run without it, as the end of a sentence; empty: leave it out."""
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
-    """Something that a run may ask for: an argument, or a value of it."""
-
-    name: str
-    used: Callable[[Any], object]
-    """Called with a run: whether it asks for this; a text is put in place of `{}` in the name."""
-    instead: str = ""
-    """What to do instead; empty: leave it out."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A rule: what it concerns, when it is broken, and the sentences of the error.
+    """A rule: when it is broken, and the sentences of the error.
 
     The sentences may name options of the run in braces, and what `when` returns.
     """
 
-    concerns: str
     when: Callable[[Any], object]
     """Called with the run: false where the rule holds. True, or the names and values for the
     sentences, or several of those, one for each error. A question about a text that cannot be read
@@ -126,6 +114,8 @@ class Rule:
     cure: str = ""
     name: str = ""
     """Of the error; empty: as whoever asks calls an invalid value."""
+    concerns: str = ""
+    """The part of the run that it is about."""
     option: str = ""
     """What `concerns` does not support; such a rule has no `what` and raises `unsupported`."""
     needs: tuple[Needs, ...] = ()
@@ -142,7 +132,7 @@ class Rule:
         try:
             answer = self.when(run)
             answer = answer if isinstance(answer, Iterator) else [answer] if answer else []
-            cases = [case if isinstance(case, Mapping) else {} for case in answer]
+            cases = [case if isinstance(case, Mapping) else {"how": case} for case in answer]
         except CppmegaError as error:
             yield error
             return
@@ -175,25 +165,65 @@ class _Names(dict[str, Any]):
         return getattr(self._run, name)
 
 
-def unsupported(part: Part, options: Mapping[Option, str]) -> Iterator[Rule]:
-    """The rules that a part does not support these options, each for its reason."""
+def destination(flag: str) -> str:
+    """The name of an option of Megatron's command line among its parsed arguments."""
+    name = flag.removeprefix("--").replace("-", "_")
+    return {"fp8_format": "fp8", "fp4_format": "fp4"}.get(name, name)
 
-    def both(option: Option) -> Callable[[Any], object]:
-        def asks_for_both(run: Any) -> object:
-            how = part.used(run) and option.used(run)
-            return how and {"how": how}
 
-        return asks_for_both
+def about(
+    concerns: str,
+    *rules: Rule,
+    where: Callable[[Any], object] = lambda run: True,
+    name: str = "",
+    cure: str = "",
+    needs: tuple[Needs, ...] = (),
+) -> tuple[Rule, ...]:
+    """The rules about one part of a run, with what they have in common.
 
-    for option, why in options.items():
-        name = option.name.replace("{}", "{how}")
-        yield Rule(
-            concerns=part.name,
-            option=name,
-            when=both(option),
-            why=why,
-            cure=f"{option.instead or f'leave out {name}'}, or {part.instead}",
+    Args:
+        concerns: the part.
+        rules: each adds to the rest what it states itself.
+        where: called with a run: whether any of these rules applies to it.
+        name: of their errors.
+        cure: of those that state none.
+        needs: of all of them.
+    """
+    return tuple(
+        replace(
+            rule,
+            concerns=concerns,
+            when=_both(where, rule.when),
+            name=rule.name or name,
+            cure=rule.cure or cure,
+            needs=rule.needs or needs,
         )
+        for rule in rules
+    )
+
+
+def unsupported(part: Part, options: Mapping[Part | str, str]) -> tuple[Rule, ...]:
+    """The rules that a part does not support these options, each for its reason.
+
+    An option given by name is an argument of Megatron, which is asked for unless it is false.
+    """
+    rules = []
+    for option, why in options.items():
+        asked = _argument(option) if isinstance(option, str) else option
+        name = asked.name.replace("{}", "{how}")
+        cures = asked.instead or f"leave out {name}", part.instead or "leave one of the two out"
+        when = _both(part.used, asked.used)
+        rules.append(Rule(when, "", why, ", or ".join(cures), concerns=part.name, option=name))
+    return tuple(rules)
+
+
+def _argument(flag: str) -> Part:
+    name = destination(flag)
+    return Part(flag, lambda run: getattr(run, name))
+
+
+def _both(one: Callable[[Any], object], other: Callable[[Any], object]) -> Callable[[Any], object]:
+    return lambda run: one(run) and other(run)
 
 
 def errors(

@@ -10,6 +10,7 @@ import cppmega
 from cppmega.catalogue import loader as catalogue
 from cppmega.rules import RULES, starts
 from cppmega.rules import recipes as of_recipes
+from cppmega.rules.rule import destination
 
 PACKAGE = Path(cppmega.__file__).parent
 CATALOGUE = catalogue.builtin_folder()
@@ -61,6 +62,7 @@ def option_names() -> set[str]:
         for word in call.args
         if isinstance(word, ast.Constant)
     }
+    given |= {destination(name) for rule in RULES if (name := rule.option).startswith("--")}
     read = {
         node.attr
         for node in ast.walk(tree)

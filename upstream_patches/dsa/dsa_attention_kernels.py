@@ -42,7 +42,7 @@ from cppmega.catalogue.megatron_args import uses_dsa
 from cppmega.edits import inserting, replacing
 from cppmega.page import Edit, Patch, Source
 from cppmega.rules.combinations import FP32
-from cppmega.rules.rule import Option, Part, unsupported
+from cppmega.rules.rule import Part, unsupported
 
 if TYPE_CHECKING:
     import torch
@@ -217,10 +217,8 @@ PATCH = Patch(
     feature=("megatron/core/transformer/experimental_attention_variant/dsa.py:DSAttention",),
     wanted_by=lambda recipe: recipe.uses_tilelang,
     provides={"dsa_sparse_attention": ("fused",)},
-    rules=tuple(
-        unsupported(
-            LIMITS, {FP32: DECLINED, Option("{}", _unsupported_sizes, "other sizes"): DECLINED}
-        )
+    rules=unsupported(
+        LIMITS, {FP32: DECLINED, Part("{}", _unsupported_sizes, "other sizes"): DECLINED}
     ),
 )
 

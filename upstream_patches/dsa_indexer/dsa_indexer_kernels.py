@@ -36,7 +36,7 @@ from cppmega.catalogue.megatron_args import uses_dsa
 from cppmega.edits import adding_parameter, in_order, inserting, replacing
 from cppmega.page import Edit, Patch, Source
 from cppmega.rules.combinations import FP32
-from cppmega.rules.rule import Option, Part, unsupported
+from cppmega.rules.rule import Part, unsupported
 
 DSA = "megatron/core/transformer/experimental_attention_variant/dsa.py"
 TARGET = f"{DSA}:DSAttention.forward"
@@ -238,10 +238,8 @@ PATCH = Patch(
         and (recipe.dsa_dense_loss_steps > 0 or not recipe.dsa_indexer_use_sparse_loss)
     ),
     provides={"dsa_dense_indexer_loss": ("fused",)},
-    rules=tuple(
-        unsupported(
-            LIMITS, {FP32: DECLINED, Option("{}", _too_wide, "at most 128 of 128"): DECLINED}
-        )
+    rules=unsupported(
+        LIMITS, {FP32: DECLINED, Part("{}", _too_wide, "at most 128 of 128"): DECLINED}
     ),
 )
 

@@ -203,7 +203,7 @@ PATCH = Patch(
         "megatron/core/transformer/experimental_attention_variant/dsa.py:source_dsa_compute_layer",
     ),
     after=("dsa_indexer_kernels", "dsa_backend_limits"),
-    rules=tuple(unsupported(SHARED_KEYS, SHARED_KEYS_OUTSIDE_STACKS)),
+    rules=unsupported(SHARED_KEYS, SHARED_KEYS_OUTSIDE_STACKS),
 )
 
 

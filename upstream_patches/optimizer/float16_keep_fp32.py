@@ -35,7 +35,6 @@ from typing import Any
 from cppmega.catalogue.megatron_args import layer_pattern
 from cppmega.edits import inserting
 from cppmega.page import Edit, Patch, Source
-from cppmega.rules.combinations import PRECISION_AWARE
 from cppmega.rules.rule import Part, Rule, unsupported
 
 from ._mixed_optimizer.edits import EDITS, ORDER
@@ -197,8 +196,10 @@ PATCH = Patch(
         *unsupported(
             KEPT_FP32,
             {
-                PRECISION_AWARE: "FusedAdam updates such a parameter but not its own fp32 copy of "
-                "it, and checkpoints contain that copy."
+                "--use-precision-aware-optimizer": (
+                    "FusedAdam updates such a parameter but not its own fp32 copy of it, and "
+                    "checkpoints contain that copy."
+                )
             },
         ),
         Rule(

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 from cppmega.edits import inserting
 from cppmega.page import Edit, Patch, Source
-from cppmega.rules.combinations import TORCH_FSDP2
-from cppmega.rules.rule import Option, Part, unsupported
+from cppmega.rules.rule import Part, unsupported
 
 TARGET = "megatron/training/arguments.py:parse_args"
 GATE = "CPPMEGA_FP8_PARAM_GATHER"
@@ -50,16 +49,14 @@ PATCH = Patch(
     reached="startup",
     when=lambda args: bool(getattr(args, "fp8", None)),
     feature=("megatron/training/arguments.py:validate_args",),
-    rules=tuple(
-        unsupported(
-            Part(GATE, lambda run: True, f"unset {GATE} and apply again"),
-            {
-                Option(
-                    "a run without FP8", lambda run: not run.fp8, "--fp8-format hybrid"
-                ): "Nothing would be gathered in FP8.",
-                TORCH_FSDP2: "Megatron warns and gathers in bf16.",
-            },
-        )
+    rules=unsupported(
+        Part(GATE, lambda run: True, f"unset {GATE} and apply again"),
+        {
+            Part(
+                "a run without FP8", lambda run: not run.fp8, "--fp8-format hybrid"
+            ): "Nothing would be gathered in FP8.",
+            "--use-torch-fsdp2": "Megatron warns and gathers in bf16.",
+        },
     ),
     gate=GATE,
 )
