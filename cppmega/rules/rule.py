@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from cppmega.errors import CppmegaError
@@ -171,35 +171,35 @@ def destination(flag: str) -> str:
     return {"fp8_format": "fp8", "fp4_format": "fp4"}.get(name, name)
 
 
-def about(
-    concerns: str,
-    *rules: Rule,
-    where: Callable[[Any], object] = lambda run: True,
+Row = tuple[Callable[[Any], object], *tuple[str, ...]]
+"""Of a rule: when it is broken and why that matters, then its cure and its name, if it has them."""
+Table = Mapping[Part | str, Mapping[str, Row]]
+"""Rules by the part that they are about, and by the sentence that says what is broken."""
+
+
+def stated(
+    table: Table,
+    *,
     name: str = "",
     cure: str = "",
     needs: tuple[Needs, ...] = (),
 ) -> tuple[Rule, ...]:
-    """The rules about one part of a run, with what they have in common.
+    """The rules of a table.
 
     Args:
-        concerns: the part.
-        rules: each adds to the rest what it states itself.
-        where: called with a run: whether any of these rules applies to it.
-        name: of their errors.
-        cure: of those that state none.
-        needs: of all of them.
+        table: a rule is asked about the runs that have its part.
+        name: of errors to which their row gives none.
+        cure: of rules that state none.
+        needs: of all rules.
     """
-    return tuple(
-        replace(
-            rule,
-            concerns=concerns,
-            when=_both(where, rule.when),
-            name=rule.name or name,
-            cure=rule.cure or cure,
-            needs=rule.needs or needs,
-        )
-        for rule in rules
-    )
+    rules = []
+    for part, rows in table.items():
+        concerned = Part(part, lambda run: True) if isinstance(part, str) else part
+        for what, (when, why, *rest) in rows.items():
+            cure_and_name = *rest, *(cure, name)[len(rest) :]
+            broken = _both(concerned.used, when)
+            rules.append(Rule(broken, what, why, *cure_and_name, concerned.name, needs=needs))
+    return tuple(rules)
 
 
 def unsupported(part: Part, options: Mapping[Part | str, str]) -> tuple[Rule, ...]:
