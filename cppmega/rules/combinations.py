@@ -126,7 +126,6 @@ VIRTUAL_STAGES = Part(
     ),
 )
 FSDP = Part("FSDP (--use-megatron-fsdp, --use-torch-fsdp2)", uses_fsdp, "use Megatron's DDP")
-DROPOUT = Part("--hidden-dropout", _given("hidden_dropout"), "--hidden-dropout 0")
 FP16 = Part("--fp16", _given("fp16"), "--bf16")
 FP32 = Part("fp32", lambda run: not (run.bf16 or run.fp16), "--bf16")
 NOT_BF16 = Part("a dtype other than bf16", lambda run: not run.bf16, "--bf16")
@@ -228,7 +227,6 @@ UNSUPPORTED: Mapping[Part, Mapping[Part | str, str]] = {
         "--fp8-format": "Layers in FP8 have not been tested.",
         "--fp4-format": "Layers in FP4 have not been tested.",
         "--fp32-residual-connection": "The streams have the type of the model.",
-        DROPOUT: "Dropout between a sub-layer and the streams is not defined.",
         OFFLOADING: "The streams are not among what it offloads.",
         EXPERT_OVERLAP: "Its schedule calls the parts of a layer, not the layer.",
         "--inference-fuse-tp-communication": "It adds a single residual inside its own kernel.",

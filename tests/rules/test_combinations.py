@@ -45,7 +45,6 @@ OPTIONS: dict[Part | str, dict[str, Any]] = {
     "--use-mup": {"use_mup": True},
     "--init-model-with-meta-device": {"init_model_with_meta_device": True},
     "--fp32-residual-connection": {"fp32_residual_connection": True},
-    c.DROPOUT: {"hidden_dropout": 0.1},
     c.FP16: {"fp16": True, "bf16": False},
     c.FP32: {"bf16": False},
     c.NOT_BF16: {"fp16": True, "bf16": False},

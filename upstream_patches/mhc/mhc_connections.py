@@ -5,20 +5,22 @@ What: With `--enable-mhc-connections` a model has `--mhc-num-residual-streams` r
     the parameters and their shapes are those of 0.20 (the names of the dev branch are accepted,
     too): layers of a hybrid stack are wrapped, layers of a GPT model have two sites, MTP depths
     read the streams, and pipeline stages pass all of them on. The definition is that of
-    `cppmega/ops/mhc/naive.py`, which also computes it, unless `--use-fused-mhc` selects the
-    kernels of `cppmega/ops/mhc`; a run that requests the kernels and cannot use them stops.
+    `cppmega/ops/mhc/naive.py`, which also computes it, unless `--use-fused-mhc` selects the kernels
+    of `cppmega/ops/mhc`; a run that requests the kernels and cannot use them stops.
     `--recompute-modules mhc` keeps the streams with which a block of layers begins
     (`--mhc-recompute-layer-num`; of a model's first block the embeddings, of which its streams are
     copies) and recomputes the others. A block needs all its streams at once in the backward pass,
-    so several blocks lower the peak of a deep model. Features that mHC does not support (dropout,
-    graphs, fp32 residuals, FP8, context parallelism, FSDP, offloading, interleaved stages, shared
-    keys of DSA) are refused by name. In the first step no gradient of the mapping is exactly zero;
-    the gradients that are zero are the same as without mHC: those of embeddings of tokens that the
-    batch lacks (and of parts of the bias of all keys, whose gradient is rounding error). The
-    gradient of the first site's mixing matrix has the size of rounding errors, because its streams
-    are still equal and its columns sum to 1; where a norm follows, the gradient of its input's
-    weights is small, because the norm cancels their common scale. Parameters of the mapping stay in
-    fp32, which `float16_keep_fp32` enables the optimizers to save.
+    so several blocks lower the peak of a deep model. Hidden dropout leaves out values of each
+    stream separately, as in dev; recomputation repeats its random numbers, and `--use-fused-mhc`
+    computes the ends of sites without kernels where there is dropout. Features that mHC does not
+    support (graphs, fp32 residuals, FP8, context parallelism, FSDP, offloading, interleaved stages,
+    shared keys of DSA) are refused by name. In the first step no gradient of the mapping is exactly
+    zero; the gradients that are zero are the same as without mHC: those of embeddings of tokens
+    that the batch lacks (and of parts of the bias of all keys, whose gradient is rounding error).
+    The gradient of the first site's mixing matrix has the size of rounding errors, because its
+    streams are still equal and its columns sum to 1; where a norm follows, the gradient of its
+    input's weights is small, because the norm cancels their common scale. Parameters of the mapping
+    stay in fp32, which `float16_keep_fp32` enables the optimizers to save.
 Why: No release has them: 0.20 is announced with them, for hybrid models, but without pipeline
     stages, full recomputation and graphs.
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/4531 (main, not released),

@@ -94,10 +94,14 @@ class HyperConnectionModule(torch.nn.Module):
         self, training: bool, fused: bool
     ) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
         """Replace the sub-layer's `get_bias_dropout_add`: its output goes to the streams."""
-        return self._write
+        return partial(self._write, training)
 
     def _write(
-        self, out_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float
+        self,
+        training: bool,
+        out_with_bias: tuple[Tensor, Tensor | None],
+        residual: Tensor,
+        dropout: float,
     ) -> Tensor:
         """Return the streams `[s, b, n * C]` after the sub-layer.
 
@@ -106,17 +110,16 @@ class HyperConnectionModule(torch.nn.Module):
         if self._open is None:
             raise RuntimeError("a hyper-connection was written without being read first")
         (streams, site), self._open = self._open, None
+        update, repeated = self._updates(dropout if training else 0.0)
         with mhc_recompute.scope(self):
-            after = self._update(site, *out_with_bias)
+            after = update(site, *out_with_bias)
         if self.block is not None:
             before, (out, bias) = self.block.recomputed(streams), out_with_bias
             kept = (site.h_post.detach(), site.h_res.detach(), out.detach())
 
             def make() -> Tensor:
                 h_post, h_res, out = kept
-                return self._update(
-                    kernels.Site(self._split(before.value()), h_post, h_res), out, bias
-                )
+                return repeated(kernels.Site(self._split(before.value()), h_post, h_res), out, bias)
 
             self.block.know(after, make)
         return after
@@ -126,7 +129,12 @@ class HyperConnectionModule(torch.nn.Module):
         if self.fused:
             fuse = self.fuse_accumulation and torch.is_grad_enabled()
             return kernels.read(apart, learned(self), self.iterations, fuse_accumulation=fuse)
-        x, h_post, h_res = self._call(self._plain_read, apart, *learned(self))
+        inputs = apart, *learned(self)
+        x, h_post, h_res = (
+            self._plain_read(*inputs)
+            if self.block is None
+            else mhc_recompute.again(self._plain_read, *inputs)  # saves no fp32 copies
+        )
         return x, kernels.Site(apart, h_post, h_res)
 
     def _plain_read(self, streams: Tensor, *learned: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,20 +142,32 @@ class HyperConnectionModule(torch.nn.Module):
         h_pre, h_post, h_res = reference.weights(streams, parameters, self.iterations)
         return reference.aggregate(streams, h_pre), h_post, h_res
 
-    def _update(self, site: kernels.Site, out: Tensor, bias: Tensor | None) -> Tensor:
-        if self.fused:
-            return kernels.write(site, out, bias).flatten(-2)
-        streams, h_post, h_res = site
-        after: Tensor = self._call(reference.update, streams, h_res, h_post, out, bias)
-        return after.flatten(-2)
+    def _updates(self, dropout: float) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+        """The end of this site, and the same again, with the same random numbers.
 
-    def _call(self, function: Callable[..., Any], *inputs: Tensor | None) -> Any:
-        """Call a function of the reference without saving its fp32 copies of the streams."""
-        again = self.block is not None
-        return mhc_recompute.again(function, *inputs) if again else function(*inputs)
+        The kernels have no dropout: with it, the reference computes the end of the site.
+        """
+        if self.fused and not dropout:
+            return _fused_update, _fused_update
+        update: Callable[..., Tensor] = partial(reference.update, dropout=dropout)
+        now = repeated = update
+        if self.fused or self.block is not None:  # without its fp32 copies for the backward
+            repeated = mhc_recompute.with_these_numbers(update) if dropout else update
+            now = partial(mhc_recompute.again, update, repeated=repeated)
+        return partial(_plain_update, now), partial(_plain_update, repeated)
 
     def _split(self, streams: Tensor) -> Tensor:
         return split(streams, self.streams)
+
+
+def _fused_update(site: kernels.Site, out: Tensor, bias: Tensor | None) -> Tensor:
+    return kernels.write(site, out, bias).flatten(-2)
+
+
+def _plain_update(
+    update: Callable[..., Tensor], site: kernels.Site, out: Tensor, bias: Tensor | None
+) -> Tensor:
+    return update(site.streams, site.h_res, site.h_post, out, bias).flatten(-2)
 
 
 def learned(site: Any) -> reference.Parameters:

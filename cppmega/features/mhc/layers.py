@@ -58,7 +58,8 @@ class HyperConnectionHybridLayer(MegatronModule):  # type: ignore[misc]
         if not isinstance(self.inner_layer, MambaLayer):
             return out
         (bias,) = self._bias
-        return self.hyper_connection.bias_dropout_add(self.training, False)((out, bias), read, 0.0)
+        write = self.hyper_connection.bias_dropout_add(self.training, False)
+        return write((out, bias), read, self.inner_layer.hidden_dropout)
 
     def _without_write(self, training: bool, fused: bool) -> Callable[..., Tensor]:
         """Replace a Mamba layer's `mamba_bda`: the layer returns the mixer's output.

@@ -103,8 +103,10 @@ class _Again(torch.autograd.Function):
     """Save only the inputs of a function, no intermediate results."""
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Any], *inputs: Any) -> Any:
-        ctx.function = function
+    def forward(
+        ctx: Any, function: Callable[..., Any], repeated: Callable[..., Any], *inputs: Any
+    ) -> Any:
+        ctx.function = repeated
         ctx.save_for_backward(*inputs)
         return function(*inputs)
 
@@ -117,12 +119,36 @@ class _Again(torch.autograd.Function):
         outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
         wanted = [t for t in inputs if t is not None]
         found = iter(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True))
-        return (None, *(None if t is None else next(found) for t in inputs))
+        return (None, None, *(None if t is None else next(found) for t in inputs))
 
 
-def again(function: Callable[..., Any], *inputs: Tensor | None) -> Any:
-    """Call a function of tensors; the backward pass recomputes its intermediate results."""
-    return _Again.apply(function, *inputs)
+def again(
+    function: Callable[..., Any],
+    *inputs: Tensor | None,
+    repeated: Callable[..., Any] | None = None,
+) -> Any:
+    """Call a function of tensors; the backward pass recomputes its intermediate results.
+
+    Args:
+        function: what to call now.
+        inputs: its arguments.
+        repeated: what to call in the backward pass instead.
+    """
+    return _Again.apply(function, repeated or function, *inputs)
+
+
+def with_these_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that repeatedly draws the random numbers that would be drawn now."""
+    from megatron.core.tensor_parallel import random
+
+    states = random._get_all_rng_states()
+
+    def repeated(*inputs: Any) -> Any:
+        with random._fork_rng():
+            random._set_all_rng_states(*states)
+            return function(*inputs)
+
+    return repeated
 
 
 def begin(sites: Sequence[Sequence[Any]], config: Any, training: bool) -> None:

@@ -110,7 +110,12 @@ def aggregate(streams: Tensor, h_pre: Tensor) -> Tensor:
 
 
 def update(
-    streams: Tensor, h_res: Tensor, h_post: Tensor, out: Tensor, bias: Tensor | None = None
+    streams: Tensor,
+    h_res: Tensor,
+    h_post: Tensor,
+    out: Tensor,
+    bias: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:
     """The streams after the sub-layer, `[s, b, n, C]` in their type.
 
@@ -120,6 +125,8 @@ def update(
         h_post: `[s, b, n]`.
         out: `[s, b, C]`, output of the sub-layer.
         bias: `[C]`, which the sub-layer left for its caller to add.
+        dropout: the probability with which a value is not added to a stream; each stream has its
+            own random numbers, as in dev.
     """
     x = wide(streams)
     h_res, h_post = h_res.to(x.dtype), h_post.to(x.dtype).unsqueeze(-1)
@@ -127,4 +134,6 @@ def update(
     added = h_post * out.to(x.dtype).unsqueeze(-2)
     if bias is not None:
         added = added + h_post * bias.to(x.dtype)
+    if dropout:
+        added = torch.nn.functional.dropout(added, dropout)
     return (added + mixed).to(streams.dtype)

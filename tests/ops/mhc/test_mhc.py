@@ -80,6 +80,11 @@ def test_a_site_reads_a_sum_and_writes_to_all_streams() -> None:
     mixed = torch.einsum("sbij,sbic->sbjc", h_res, given.streams)  # by the transpose
     added = torch.einsum("sbj,sbc->sbjc", h_post, given.out + given.bias)
     torch.testing.assert_close(found, mixed + added)
+    torch.manual_seed(3)
+    found = reference.update(given.streams, h_res, h_post, given.out, given.bias, 0.25)
+    torch.manual_seed(3)
+    kept = torch.nn.functional.dropout(torch.ones_like(added), 0.25)  # of each stream apart
+    torch.testing.assert_close(found, mixed + added * kept)
 
 
 def test_one_stream_with_weights_of_one_is_the_plain_residual() -> None:

@@ -116,6 +116,36 @@ def recomputed() -> Any:
     return found
 
 
+DROPOUT = {"hidden_dropout": 0.2}
+
+
+def dropout() -> Any:
+    """Distances with dropout to none, and to itself where it is recomputed, by other numbers, too.
+
+    Every step begins with the same random numbers.
+    """
+
+    def step(make: Callable[..., Any], seed: int = 5, **options: Any) -> Step:
+        model = make(**models.MHC, **options)
+        torch.manual_seed(seed)
+        return stepped(model)
+
+    found = {}
+    for name, make in MAKE.items():
+        plain = step(make, **DROPOUT)
+        rows = {
+            "full": step(make, **DROPOUT, **models.FULL),
+            "mhc": step(make, **DROPOUT, **models.SELECTIVE),
+            "mhc by 2": step(make, **DROPOUT, **models.SELECTIVE, mhc_recompute_layer_num=2),
+            "other numbers": step(make, 6, **DROPOUT),
+            "none": step(make),
+        }
+        found[name] = {how: distances(row, plain) for how, row in rows.items()}
+        evaluated = [models.loss(make(**models.MHC, **how).eval()) for how in (DROPOUT, {})]
+        found[name]["evaluated"] = [(evaluated[0] - evaluated[1]).item()]
+    return found
+
+
 class _Made(TorchDispatchMode):
     """Notes all memory that operations fill."""
 
@@ -210,7 +240,14 @@ def fused() -> Any:
         gc.collect()  # forks do it seldom, and what holds itself would hold tensors until then
 
     step = stepped(models.gpt(1, **options, **kernels), then)
-    return {"apart": distances(plain, step), "kept": step[2]}
+    found = {"apart": distances(plain, step), "kept": step[2]}
+    steps = []
+    for how in ({}, kernels, {"use_fused_mhc": True}):
+        model = models.gpt(1, **options, **how, **DROPOUT)
+        torch.manual_seed(5)
+        steps.append(stepped(model, then))
+    found["with dropout"] = [distances(steps[0], each) for each in steps[1:]]
+    return found
 
 
 def refusal(**options: Any) -> str:
@@ -250,7 +287,6 @@ def options() -> Any:
         "dev": parsed("--enable-hyper-connections", "--num-residual-streams", "2"),
         "both": parsed("--num-residual-streams", "2", "--mhc-num-residual-streams", "2"),
         "two values": parsed("--num-residual-streams", "2", "--mhc-num-residual-streams", "4"),
-        "dropout": refusal(hidden_dropout=0.1),
         "on a CPU": refusal(use_fused_mhc=True),
         "double": refusal(use_fused_mhc=True, params_dtype=torch.float64),
         "3 streams": refusal(use_fused_mhc=True, mhc_num_residual_streams=3),
