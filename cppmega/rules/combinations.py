@@ -112,11 +112,6 @@ TRAINER = Part(
 
 # What it may ask for, where that is more than an argument.
 CONTEXT_PARALLEL = Part("--context-parallel-size", _above_one("context_parallel_size"))
-TENSOR_PARALLEL = Part(
-    "--tensor-model-parallel-size",
-    _above_one("tensor_model_parallel_size"),
-    "--tensor-model-parallel-size 1",
-)
 VIRTUAL_STAGES = Part(
     "virtual pipeline stages",
     lambda run: (
@@ -251,10 +246,6 @@ UNSUPPORTED: Mapping[Part, Mapping[Part | str, str]] = {
         MAMBA_GRAPHS: "Capturing these mixers has not been tested.",
     },
     M2RNN: {
-        TENSOR_PARALLEL: (
-            "All heads share a query and a key, and their number is seldom a multiple of the "
-            "ranks; the layer is neither sharded nor replicated over ranks."
-        ),
         "--fp4-format": "The width of M2RNN's projection is not a multiple of 16.",
         DELAYED_FP8: "One context is around all layers, and M2RNN's stay in bf16.",
     },

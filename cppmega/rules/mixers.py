@@ -38,6 +38,14 @@ def _no_head_of_m2rnn(run: Run) -> object:
     return sizes.heads(run.hidden_size) < 1 and {"sizes": sizes}
 
 
+def _m2rnn_is_not_shared_out(run: Run) -> object:
+    sizes, ranks = mixers.m2rnn(run.cppmega_variables), run.tensor_model_parallel_size or 1
+    if sizes is None or run.hidden_size is None:
+        return False
+    heads = sizes.heads(run.hidden_size)
+    return (sizes.key_dim % ranks or 0 < heads < ranks) and {"sizes": sizes, "heads": heads}
+
+
 def _other_definition(run: Run) -> object:
     """Whether a checkpoint's Mamba-3 layers compute A in another way, and in which ways."""
     definitions = {name.partition(DECAY)[2] for name in run.saved if DECAY in name}
@@ -73,6 +81,14 @@ RULES: tuple[Rule, ...] = (
         "of {sizes.value_dim}.",
         why="The mixer would have no head.",
         cure="a smaller key_dim or value_dim in the recipe's field m2rnn",
+    ),
+    Rule(
+        concerns=M2RNN.name,
+        when=_m2rnn_is_not_shared_out,
+        what="{heads} heads of M2RNN and a key of {sizes.key_dim} cannot be split over "
+        "{tensor_model_parallel_size} tensor-parallel ranks.",
+        why="Every rank has at least one head, and an equal part of the key.",
+        cure="a tensor_model_parallel_size that divides key_dim and is at most the heads",
     ),
     Rule(
         concerns=MAMBA3.name,

@@ -38,6 +38,11 @@ def broken(
             "4 groups of Mamba-3 cannot be split over 8",
         ),
         ({"hidden_size": 79}, MATRIX, "A width of 79 is less than an M2RNN key of 64"),
+        (
+            {"hidden_size": 160, "tensor_model_parallel_size": 4},
+            MATRIX,
+            "2 heads of M2RNN and a key of 64 cannot be split over 4 tensor-parallel ranks",
+        ),
         (STREAMS | {"mhc_num_residual_streams": 0}, {}, "--mhc-num-residual-streams is 0"),
         (STREAMS | {"mhc_sinkhorn_iterations": 0}, {}, "--mhc-sinkhorn-iterations is 0"),
         (STREAMS | {"mhc_init_gating_factor": -0.1}, {}, "--mhc-init-gating-factor is -0.1"),
