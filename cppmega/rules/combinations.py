@@ -133,6 +133,26 @@ CUDA_GRAPHS = Part("--cuda-graph-impl {}", _graphs(), "--cuda-graph-impl none")
 WHOLE_STEP_GRAPHS = Part(
     "--cuda-graph-impl full_iteration", _graphs("full_iteration"), "--cuda-graph-impl none"
 )
+LOCAL_GRAPHS = Part("--cuda-graph-impl local", _graphs("local"), "--cuda-graph-impl none")
+TE_GRAPHS = Part(
+    "--cuda-graph-impl transformer_engine",
+    _graphs("transformer_engine"),
+    "--cuda-graph-impl none",
+)
+EXPERT_GRAPHS = Part(
+    "--cuda-graph-impl {} of MoE layers",
+    lambda run: (
+        has_experts(run)
+        and any(captures(run, part) for part in ("moe", "moe_router", "moe_preprocess"))
+        and _graphs("local", "transformer_engine")(run)
+    ),
+    "name other parts of layers than moe, moe_router and moe_preprocess in --cuda-graph-modules",
+)
+GRAPHS_OF_RECOMPUTED_STREAMS = Part(
+    "--cuda-graph-impl {} with --recompute-modules mhc",
+    lambda run: recomputes(run, "mhc") and _graphs("local", "transformer_engine")(run),
+    "--cuda-graph-impl none",
+)
 MAMBA_GRAPHS = Part(
     "--cuda-graph-impl {} of Mamba layers",
     _graphs(of="mamba"),
@@ -218,7 +238,13 @@ UNSUPPORTED: Mapping[Part, Mapping[Part | str, str]] = {
         "--use-megatron-fsdp": "Parameters that stay fp32 in a bf16 model are untested.",
         "--use-precision-aware-optimizer": "It never updates its copy of an fp32 parameter.",
         "--init-model-with-meta-device": "The mapping is initialized when the module is built.",
-        CUDA_GRAPHS: "The graphs of a layer take one stream, and a site has several.",
+        LOCAL_GRAPHS: _UNTESTED,
+        TE_GRAPHS: _UNTESTED,
+        WHOLE_STEP_GRAPHS: _UNTESTED,
+        EXPERT_GRAPHS: "A site would begin in the graph of the router and end outside of it.",
+        GRAPHS_OF_RECOMPUTED_STREAMS: (
+            "What has to be recomputed is noted for each microbatch by code that no graph replays."
+        ),
         "--fp8-format": "Layers in FP8 have not been tested.",
         "--fp4-format": "Layers in FP4 have not been tested.",
         "--fp32-residual-connection": "The streams have the type of the model.",

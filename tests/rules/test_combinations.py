@@ -53,6 +53,16 @@ OPTIONS: dict[Part | str, dict[str, Any]] = {
     "--use-precision-aware-optimizer": {"use_precision_aware_optimizer": True},
     c.CUDA_GRAPHS: {"cuda_graph_impl": "transformer_engine"},
     c.WHOLE_STEP_GRAPHS: {"cuda_graph_impl": "full_iteration"},
+    c.LOCAL_GRAPHS: {"cuda_graph_impl": "local"},
+    c.TE_GRAPHS: {"cuda_graph_impl": "transformer_engine"},
+    c.EXPERT_GRAPHS: {
+        **{"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn", "moe_router"]},
+        "num_experts": 8,
+    },
+    c.GRAPHS_OF_RECOMPUTED_STREAMS: {
+        **{"cuda_graph_impl": "local", "recompute_granularity": "selective"},
+        "recompute_modules": ["mhc"],
+    },
     c.MAMBA_GRAPHS: {"cuda_graph_impl": "local", "cuda_graph_modules": []},
     c.GRAPHS_OF_ONE_ATTENTION: {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn"]},
     c.GRAPHS_OF_SOME_LAYERS: {

@@ -10,6 +10,13 @@ LAST_OF_MTP = f"{CORE}/model_parallel_config.py:ModelParallelConfig.mtp_standalo
 CHECK = f"{CORE}/transformer/transformer_config.py:TransformerConfig.__post_init__"
 LAYER = f"{CORE}/transformer/transformer_layer.py:TransformerLayer.forward"
 BUILT = f"{CORE}/transformer/transformer_layer.py:TransformerLayer.__init__"
+CAPTURED = f"{CORE}/transformer/transformer_layer.py:TransformerLayer._te_cuda_graph_"
+UNDER_GRAPHS = (
+    f"{CORE}/transformer/transformer_layer.py:TransformerLayer._get_submodules_under_cudagraphs"
+)
+STATIC_INPUTS = f"{CORE}/transformer/module.py:GraphableMegatronModule.get_layer_static_inputs"
+GRAPHABLE = f"{CORE}/transformer/cuda_graphs.py:_layer_is_graphable"
+SAMPLES = f"{CORE}/transformer/cuda_graphs.py:TECudaGraphHelper._get_sample_arguments"
 BLOCK = f"{CORE}/transformer/transformer_block.py:TransformerBlock."
 STACK = f"{CORE}/models/hybrid/hybrid_block.py:HybridStack."
 DEPTH = f"{CORE}/transformer/multi_token_prediction.py:MultiTokenPredictionLayer."
@@ -95,6 +102,13 @@ WHOLE = replacing(
     "isinstance(getattr(layer, 'inner_layer', layer), TransformerLayer)",
 )
 """A wrapper takes the same arguments as the layer inside it, and returns the same."""
+
+ATTENTION = replacing(
+    "self._forward_attention(*args, **kwargs)", "_cppmega_attention(self, args, kwargs)"
+)
+INNER = "layer = getattr(layer, 'inner_layer', layer)"
+"""A wrapper is captured where the layer inside it would be, with the same further inputs."""
+WIDTH = "from cppmega.features.mhc.options import width as _cppmega_width"
 
 RNG = """
 if self.config.sequence_parallel:
@@ -203,10 +217,7 @@ EDITS = (
             "main-d98e8a64": "1cf2de15d4c43c83",
         },
         edit=in_order(
-            replacing(
-                "self._forward_attention(*args, **kwargs)",
-                "_cppmega_attention(self, args, kwargs)",
-            ),
+            ATTENTION,
             replacing(
                 """
 self._forward_mlp(
@@ -228,6 +239,92 @@ _cppmega_mlp(
             ),
         ),
         helpers=(_cppmega_attention, _cppmega_mlp),
+        mark="",
+    ),
+    Edit(
+        target=f"{CAPTURED}capture",
+        pins={
+            "0.19.0": "26d138562dd2a18d",
+            "0.19.2": "26d138562dd2a18d",
+            "main-d98e8a64": "26d138562dd2a18d",
+        },
+        edit=in_order(
+            ATTENTION,
+            replacing("self._forward_mlp(hidden_states)", "_cppmega_mlp(self, hidden_states)"),
+        ),
+        mark="",
+    ),
+    Edit(
+        target=f"{CAPTURED}replay",
+        pins={
+            "0.19.0": "8cd62ae4fca43f62",
+            "0.19.2": "8cd62ae4fca43f62",
+            "main-d98e8a64": "8cd62ae4fca43f62",
+        },
+        edit=ATTENTION,
+        mark="",
+    ),
+    Edit(
+        target=f"{CAPTURED}replay_impl",
+        pins={
+            "0.19.0": "ebc8cde198daa9ea",
+            "0.19.2": "0d0f7a0e5a0df7c9",
+            "main-d98e8a64": "624c6c99dc4888ae",
+        },
+        edit=replacing(
+            "self._forward_mlp(*cuda_graph_output)", "_cppmega_mlp(self, *cuda_graph_output)"
+        ),
+        mark="",
+    ),
+    Edit(
+        target=UNDER_GRAPHS,
+        pins={
+            "0.19.0": "b4f8a5f14d9cbd6f",
+            "0.19.2": "b4f8a5f14d9cbd6f",
+            "main-d98e8a64": "b4f8a5f14d9cbd6f",
+        },
+        edit=inserting(
+            f"{LAYERS}\n\nsubmodules += mhc_layers.captured_sites(self, submodules)",
+            before="return submodules",
+        ),
+        mark="",
+    ),
+    Edit(
+        target=STATIC_INPUTS,
+        pins={
+            "0.19.0": "7ed44a44b9b64349",
+            "0.19.2": "7ed44a44b9b64349",
+            "main-d98e8a64": "7ed44a44b9b64349",
+        },
+        edit=replacing("self.config.hidden_size", "_cppmega_width(self.config)"),
+        imports=(WIDTH,),
+        mark="",
+    ),
+    Edit(
+        target=GRAPHABLE,
+        pins={
+            "0.19.0": "9e1b965c23d10f4a",
+            "0.19.2": "9e1b965c23d10f4a",
+            "main-d98e8a64": "9e1b965c23d10f4a",
+        },
+        edit=inserting(
+            INNER, before="if not isinstance(layer, GraphableMegatronModule):\n    return False"
+        ),
+        mark="",
+    ),
+    Edit(
+        target=SAMPLES,
+        pins={
+            "0.19.0": "489e8786fefaf925",
+            "0.19.2": "489e8786fefaf925",
+            "main-d98e8a64": "489e8786fefaf925",
+        },
+        edit=inserting(
+            INNER,
+            before="""
+            static_inputs = layer.get_layer_static_inputs(self.seq_length, self.micro_batch_size)
+            """,
+        ),
         mark="",
     ),
     Edit(
@@ -348,7 +445,7 @@ if self.post_process and self.post_layer_norm:
             "main-d98e8a64": "30136c352c056184",
         },
         edit=replacing("config.hidden_size", "_cppmega_width(config)"),
-        imports=("from cppmega.features.mhc.options import width as _cppmega_width",),
+        imports=(WIDTH,),
         mark="",
     ),
     Edit(

@@ -60,6 +60,7 @@ PATCH = Patch(
     wanted_by=lambda recipe: recipe.uses_mhc,
     after=(
         *("cross_entropy_fusion_linear", "dsa_index_share_checkpoints", "dsa_index_share_holder"),
+        "te_graphs_hybrid_mtp",
     ),
 )
 

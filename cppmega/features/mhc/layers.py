@@ -7,12 +7,13 @@ A layer of a hybrid stack is wrapped, as in 0.20, so the keys of its parameters 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
-from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.module import GraphableMegatronModule
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
@@ -32,10 +33,15 @@ SITES = {
 
 UPSTREAMS = "supports_mhc_connections"
 """The attribute by which main knows its own layers with streams."""
+GRAPHS = "cudagraph_manager"
+"""The attribute that holds a layer's local CUDA graphs, if it is captured."""
 
 
-class HyperConnectionHybridLayer(MegatronModule):  # type: ignore[misc]
-    """A layer of a hybrid stack with a site around it; it is called like the layer itself."""
+class HyperConnectionHybridLayer(GraphableMegatronModule):  # type: ignore[misc]
+    """A layer of a hybrid stack with a site around it; it is called like the layer itself.
+
+    Where the layer is captured in a CUDA graph, the graph is the wrapper's, and holds the site.
+    """
 
     def __init__(self, config: Any, layer: Any) -> None:
         super().__init__(config)
@@ -49,6 +55,9 @@ class HyperConnectionHybridLayer(MegatronModule):  # type: ignore[misc]
             layer.mamba_bda = self._without_write
         else:
             setattr(layer, _only_output(layer), self.hyper_connection.bias_dropout_add)
+        if hasattr(layer, GRAPHS):
+            setattr(self, GRAPHS, getattr(layer, GRAPHS))
+            delattr(layer, GRAPHS)
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
         """Return what the layer returns, with streams in place of hidden states."""
@@ -78,6 +87,26 @@ class HyperConnectionHybridLayer(MegatronModule):  # type: ignore[misc]
     def mamba_state_shapes_per_request(self) -> Any:
         """Return the shapes of the Mamba layer."""
         return self.inner_layer.mamba_state_shapes_per_request()
+
+    def create_mcore_cudagraph_manager(self, config: Any) -> None:
+        """Create nothing: the layer knows whether it is captured, and has its graphs already."""
+
+    def _should_call_local_cudagraph(self, *args: Any, **kwargs: Any) -> bool:
+        # No inference with graphs has been tested.
+        infers = torch.is_inference_mode_enabled() or kwargs.get("inference_context") is not None
+        return hasattr(self, GRAPHS) and not infers
+
+    def _te_cuda_graph_capture(self, *args: Any, **kwargs: Any) -> Any:
+        out = self.forward(*args, **kwargs)
+        return out[:1] if isinstance(out, tuple) else out  # a graph returns only tensors
+
+    def _te_cuda_graph_replay(self, *args: Any, **kwargs: Any) -> Any:
+        out = super()._te_cuda_graph_replay(*args, **kwargs)
+        return (*out, None) if isinstance(out, tuple) else out
+
+    def _get_te_cuda_graph_replay_args(self, *args: Any, **kwargs: Any) -> Any:
+        self.inner_layer.current_microbatch = getattr(self, "current_microbatch", 0)
+        return self.inner_layer._get_te_cuda_graph_replay_args(*args, **kwargs)
 
 
 def _only_output(layer: Any) -> str:
@@ -154,13 +183,25 @@ def connected(layer: Any, config: Any) -> Any:
 
 def input_of(layer: Any, name: str, hidden_states: Tensor) -> Tensor:
     """The input of a sub-layer of a GPT layer: its site's aggregate, or the hidden states."""
-    site = getattr(layer, SITES[name][1], None)
+    site = _site(layer, name)
     return hidden_states if site is None else site.read(hidden_states)
 
 
 def around(layer: Any, name: str) -> contextlib.AbstractContextManager[Any]:
     """The context in which a sub-layer of a GPT layer runs."""
-    return mhc_recompute.scope(getattr(layer, SITES[name][1], None))
+    return mhc_recompute.scope(_site(layer, name))
+
+
+def _site(layer: Any, name: str) -> mhc.HyperConnectionModule | None:
+    """The site of a sub-layer; main's own layers read and write theirs themselves."""
+    return None if getattr(layer, UPSTREAMS, False) else getattr(layer, SITES[name][1], None)
+
+
+def captured_sites(layer: Any, submodules: Sequence[Any]) -> list[mhc.HyperConnectionModule]:
+    """The sites of those sub-layers of a GPT layer that are captured in CUDA graphs."""
+    captured = {id(each) for each in submodules}
+    names = (name for name in SITES if id(getattr(layer, name)) in captured)
+    return [site for name in names if (site := _site(layer, name)) is not None]
 
 
 def sites(layer: Any) -> list[mhc.HyperConnectionModule]:
