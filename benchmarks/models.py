@@ -11,7 +11,8 @@ with each of the model's recompute sets; the overlay begins with the largest tha
 fastest choice trains 50 steps from the same weights on the same samples. `without` repeats the
 overlay's choice with one page left out at a time. What is in the result is not repeated, and
 nothing runs longer than --minutes, so the same command continues. Calls with other models may run
-at the same time on other GPUs of the host; each needs its own SCRATCH.
+at the same time on other GPUs of the host; each needs its own SCRATCH. With --memory, a larger card
+stands for a smaller one: PyTorch takes no more than that.
 
 Stock has the pages without which it does not start, and no others; the page of results names them.
 """
@@ -19,11 +20,14 @@ Stock has the pages without which it does not start, and no others; the page of 
 from __future__ import annotations
 
 import json
+import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -67,37 +71,43 @@ class Model:
 
 _MOE = (("moe_act",), ("moe_act", "mla_up_proj"))
 _NO_BIAS, _BIAS = "moe_router_enable_expert_bias=False", "--moe-router-enable-expert-bias"
-_GENERAL = ("te_plain_layers", "grad_checks_no_host_sync", "optimizer_copies_at_once")
-_HEAD = ("cross_entropy_fusion_linear", "grad_accumulation_without_apex")
+_TILELANG = ("--dsa-kernel-backend", "tilelang")
+_GENERAL = (
+    *("te_plain_layers", "grad_checks_no_host_sync", "optimizer_copies_at_once"),
+    *("cross_entropy_fusion_linear", "grad_accumulation_without_apex"),
+)
+_EXPERTS = ("router_gating_backward", "te_permutation_calls")
+_MTP = "mtp_loss_no_host_sync"
+_DSA = ("dsa_attention_kernels", "dsa_indexer_kernels", "dsa_indexer_prologue", "dsa_no_host_sync")
 MODELS: Mapping[str, Model] = {
     "llama3_8b_h100_cut": Model(
         title="Llama-3 8B",
         recomputed=(("mlp",),),
-        pages=(*_GENERAL, *_HEAD),
+        pages=_GENERAL,
     ),
     "qwen3_30b_a3b_h100_cut": Model(
         title="Qwen3-30B-A3B",
         recomputed=(("moe_act",), ("moe",)),
-        pages=(*_GENERAL, *_HEAD, "router_gating_backward", "te_permutation_calls"),
+        pages=(*_GENERAL, *_EXPERTS),
     ),
     "deepseek_v3_h100_cut": Model(
         title="DeepSeek-V3",
         recomputed=(*_MOE, ("moe", "mla_up_proj", "mlp")),
         stock=(_NO_BIAS,),
         arguments=(_BIAS,),
-        pages=(*_GENERAL, *_HEAD, "mla_rope_kernel", "router_gating_backward", "mtp_linear_ce"),
+        pages=(*_GENERAL, *_EXPERTS, "mla_rope_kernel", _MTP),
     ),
     "dsv32_h100_cut": Model(
         title="DeepSeek-V3.2",
         recomputed=(*_MOE, ("moe", "mla_up_proj", "mlp")),
         stock=(_NO_BIAS, "dsa_kernel_backend=none"),
-        arguments=(_BIAS, "--dsa-kernel-backend", "tilelang"),
-        pages=(*_GENERAL, "dsa_attention_kernels", "dsa_indexer_kernels", "dsa_indexer_prologue"),
+        arguments=(_BIAS, *_TILELANG),
+        pages=(*_DSA, *_GENERAL, *_EXPERTS, "mla_rope_kernel", _MTP),
     ),
     "nemotron_h_h100_cut": Model(
         title="Nemotron-H 8B",
         recomputed=(("mlp",),),
-        pages=(*_GENERAL, *_HEAD),
+        pages=_GENERAL,
     ),
     "nam56r_h100_1gpu_cut": Model(
         title="NAM56R",
@@ -105,7 +115,7 @@ MODELS: Mapping[str, Model] = {
         stock=(_NO_BIAS, "async_save=False"),
         arguments=(_BIAS,),
         needs=("own_mixers", "input_embeddings", "float16_keep_fp32"),
-        pages=(*_GENERAL, "dsa_attention_kernels", "dsa_indexer_kernels", "router_gating_backward"),
+        pages=(*_GENERAL, *_EXPERTS, "mla_rope_kernel", "dsa_no_host_sync", _MTP),
     ),
 }
 _ACCUMULATES, _LINEAR = "gradient_accumulation_fusion", "cross_entropy_fusion_impl"
@@ -113,6 +123,14 @@ _STOCK = (f"{_ACCUMULATES}=False", f"{_LINEAR}=native")
 _OVERLAY = (f"{_ACCUMULATES}=True", f"{_LINEAR}=linear")
 _ASKED = ("te_plain_layers", "router_gating_backward")
 """Pages that change the order of sums, which a recipe asks for."""
+_INSTEAD = {
+    "cross_entropy_fusion_linear": f"{_LINEAR}=native",
+    "grad_accumulation_without_apex": f"{_ACCUMULATES}=False",
+    "dsa_attention_kernels": "dsa_kernel_backend=none",
+}
+"""Changes to the recipe where a page is left out without which its field would be refused."""
+_WORDS = {"dsa_attention_kernels": _TILELANG}
+"""Megatron's own arguments that do what such a field did."""
 
 
 @dataclass(frozen=True)
@@ -127,14 +145,17 @@ class Side:
     steps: int = STEPS
     size: int | None = None
     """Sequences per pass, without recompute; None: search."""
+    memory: float | None = None
+    """GiB that PyTorch may take; None: all of the card's."""
 
-    def changes(self, choice: Choice, steps: int) -> tuple[str, ...]:
+    def changes(self, choice: Choice, steps: int, without: str = "") -> tuple[str, ...]:
         recomputed, micro_batch = choice
         if self.name == "stock":
             own = (*_STOCK, *self.model.stock, f"patches={(*STARTS, *self.model.needs)}")
         else:
-            patches = recipes_index.load(self.recipe).patches
-            own = (*_OVERLAY, f"patches={tuple(dict.fromkeys((*patches, *_ASKED)))}")
+            asked = (*recipes_index.load(self.recipe).patches, *_ASKED)
+            patches = tuple(page for page in dict.fromkeys(asked) if page != without)
+            own = (*_OVERLAY, f"patches={patches}", *filter(None, (_INSTEAD.get(without),)))
         return (
             *own,
             "gates=()",
@@ -144,12 +165,14 @@ class Side:
             f"train_iters={steps}",
         )
 
-    def tree(self, bench: Bench, without: str = "") -> Path:
+    def tree(self, without: str = "") -> Path:
+        site, folder = self.places.site, self.places.work / "trees"
         if self.name == "stock":
             pages = trees.only((*STARTS, *self.model.needs))
-            return trees.made(bench.site, bench.work / "trees" / self.recipe, *pages)
+            return trees.made(site, folder / self.recipe, *pages)
         left_out = ("--without", without) if without else ()
-        return bench.tree(f"without-{without}" if without else "overlay", *left_out)
+        name = f"without-{without}" if without else "overlay"
+        return trees.made(site, folder / name, "--kind", "all", *left_out)
 
     def ran(self, choice: Choice, steps: int, without: str = "") -> tuple[float, list[Row]] | None:
         """Seconds to the first step, and the rows; None if the GPU had too little memory.
@@ -157,7 +180,7 @@ class Side:
         Raises:
             Stopped: there was no time left.
         """
-        changes = self.changes(choice, steps)
+        changes = self.changes(choice, steps, without)
         made = recipes_index.with_text(recipes_index.load(self.recipe), changes)
         left = self.deadline - time.monotonic()
         bench = Bench(made, changes, *self.places, left)
@@ -166,10 +189,10 @@ class Side:
         name = "-".join((self.recipe, self.name, *map(str, (len(choice[0]), choice[1], steps))))
         name += f"-without-{without}" if without else ""
         bench.clear(name)
-        tree = self.tree(bench, without)
+        tree = self.tree(without)
         started = time.monotonic()
         try:
-            words = self.model.arguments if self.name == "stock" else ()
+            words = self.model.arguments if self.name == "stock" else _WORDS.get(without, ())
             process = bench.start(name, tree, "--", *words)
             bench.wait(name, process, until=1)
             first = time.monotonic() - started
@@ -197,6 +220,14 @@ def search(
     return rates
 
 
+def too_large(choice: Choice, trials: Mapping[str, Any], memory: float | None) -> bool:
+    """Whether the peaks of half and a quarter of the sequences, in line, end above the memory."""
+    recomputed, size = choice
+    smaller = (trials.get(label((recomputed, part))) for part in (size // 4, size // 2))
+    peaks = [float(row["peak_gib"]) for row in smaller if row]
+    return memory is not None and len(peaks) == 2 and peaks[1] + 2 * (peaks[1] - peaks[0]) > memory
+
+
 def label(choice: Choice) -> str:
     """`4 per pass, recomputing mlp`."""
     recomputed, size = choice
@@ -215,8 +246,7 @@ def trial(first: float, rows: list[Row]) -> dict[str, Any]:
 
 def fastest(side: Side, of: dict[str, Any], save: Callable[[], None]) -> Choice:
     """The fastest choice of a side; its trials are kept."""
-    found = of.setdefault(side.name, {})
-    trials = found.setdefault("trials", {})
+    trials = of.setdefault(side.name, {}).setdefault("trials", {})
     begin = 1
     if side.name == "overlay":  # from the largest that stock holds without recompute
         fits = of.get("stock", {}).get("trials", {})
@@ -224,17 +254,17 @@ def fastest(side: Side, of: dict[str, Any], save: Callable[[], None]) -> Choice:
             begin *= 2
 
     def tried(choice: Choice) -> dict[str, Any] | None:
-        if label(choice) not in trials:
+        if label(choice) not in trials and not too_large(choice, trials, side.memory):
             ran = side.ran(choice, TRIAL)
             trials[label(choice)] = ran and trial(*ran)
             save()
-        row: dict[str, Any] | None = trials[label(choice)]
+        row: dict[str, Any] | None = trials.get(label(choice))
         return row
 
     rates = search(side.model.recomputed, tried, begin)
     if not rates:
         raise click.ClickException(f"{side.recipe} does not fit on {side.name}")
-    found["largest_micro_batch"] = max(size for _, size in rates)
+    of[side.name]["largest_micro_batch"] = max(size for _, size in rates)
     return max(rates, key=rates.__getitem__)
 
 
@@ -247,6 +277,7 @@ def measure(side: Side, of: dict[str, Any], save: Callable[[], None]) -> None:
         if ran is None:
             raise click.ClickException(f"{side.recipe}, {side.name}: {label(best)} does not fit")
         found |= {"choice": choice, "run": measured(ran[1]), "seconds_to_first_step": round(ran[0])}
+        found["memory_gib"] = side.memory
         save()
 
 
@@ -255,6 +286,8 @@ def leave_out(side: Side, of: dict[str, Any], save: Callable[[], None]) -> None:
     found = of[side.name]
     recomputed, size = found["choice"]
     rows = found.setdefault("without", {})
+    with ThreadPool(4) as pool:  # the copies of all variants, before the GPU is wanted
+        pool.map(side.tree, ("", *side.model.pages))
     for page in ("", *side.model.pages):  # "": all of them once more, in turn with the others
         if page not in rows:
             ran = side.ran((tuple(recomputed), size), TRIAL, page)
@@ -267,8 +300,9 @@ def page(result: Mapping[str, Any]) -> str:
         f"# Models that others train, stock and overlay, {result['date']}",
         f"Written by `benchmarks/models.py`. {runs.on(result)} Every step has {BATCH} "
         "sequences. Each side trained with the fastest choice of those tried, or the given one, "
-        "from the same weights on the same samples. Rates are medians after the tenth step. Stock "
-        "has the pages without which it does not start, as listed.",
+        "from the same weights on the same samples. Rates are medians after the tenth step. "
+        "Where GiB are stated, PyTorch could take no more, to stand for a smaller card. Stock has "
+        "the pages without which it does not start, as listed.",
         result.get("note", ""),
         results.table(_TITLES, _rows(result["models"])),
         *_trials(result["models"]),
@@ -278,7 +312,7 @@ def page(result: Mapping[str, Any]) -> str:
 
 _TITLES = (
     *("model", "side", "choice", ("tokens/s", ".0f"), ("ratio", ".3f"), ("TFLOP/s", ".0f")),
-    *(("peak, GiB", ".1f"), ("s to first step", ".0f"), "largest micro-batch"),
+    *(("peak, GiB", ".1f"), ("of GiB", ".0f"), ("s to first step", ".0f"), "largest micro-batch"),
     ("largest difference of losses", ".4f"),
 )
 _TRIED = ("tokens/s", "GiB", "s to first step")
@@ -300,6 +334,7 @@ def _rows(models: Mapping[str, Any]) -> Iterator[list[Any]]:
                 *(title, name + pages * (name == SIDES[0])),
                 label((tuple(side["choice"][0]), side["choice"][1])),
                 *(run["tokens_per_second"], ratio, run["tflops_per_gpu"], run["peak_gib"]),
+                side.get("memory_gib"),
                 side["seconds_to_first_step"],
                 *(str(side.get("largest_micro_batch", "not searched")), apart_by),
             ]
@@ -363,6 +398,7 @@ def _measuring(
     minutes: float,
     steps: int,
     sizes: Mapping[str, int],
+    memory: float | None,
     names: Iterable[str],
     part: Callable[[Side, dict[str, Any], Callable[[], None]], None],
 ) -> None:
@@ -370,6 +406,8 @@ def _measuring(
     deadline = time.monotonic() + 60 * minutes
     places.create()
     chosen = results.chosen(only, MODELS, "models")
+    if memory is not None:
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = f"per_process_memory_fraction:{_share(memory):.4f}"
     if places.data is None:
         places = places._replace(data=runs.prepare(places.work / "data" / "corpus", places.site))
     bench = Bench(recipes_index.load(chosen[0]), (), *places, 1.0)
@@ -388,7 +426,7 @@ def _measuring(
         try:
             for name in names:
                 size = sizes.get(name)
-                side = Side(MODELS[recipe], recipe, name, places, deadline, steps, size)
+                side = Side(MODELS[recipe], recipe, name, places, deadline, steps, size, memory)
                 part(side, of, save)
         except click.ClickException as error:  # the other models may still have their time
             failed = True
@@ -396,7 +434,15 @@ def _measuring(
     sys.exit(int(failed))
 
 
+def _share(memory: float) -> float:
+    """These GiB as a share of the card's memory, which a process asks that then ends."""
+    code = "import torch; print(torch.cuda.get_device_properties(0).total_memory / 2**30)"
+    asked = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    return min(1.0, memory / float(asked.stdout))
+
+
 _MINUTES = click.option("--minutes", default=9.0, show_default=True, help="Limit of this call.")
+_MEMORY = click.option("--memory", type=float, help="GiB that a run may take [all of the card's].")
 _ONLY = click.option("--only", help="Models, in this order [all].")
 
 
@@ -404,6 +450,7 @@ _ONLY = click.option("--only", help="Models, in this order [all].")
 @results.places("Prepared dataset [Python's own sources].", required=False)
 @_ONLY
 @_MINUTES
+@_MEMORY
 @click.option("--steps", default=STEPS, show_default=True, help="Steps with the choice.")
 @click.option(
     "--sizes",
@@ -412,20 +459,26 @@ _ONLY = click.option("--only", help="Models, in this order [all].")
     help="Sequences per pass of either side, without recompute [search for the fastest].",
 )
 def run(
-    places: Places, only: str | None, minutes: float, steps: int, sizes: tuple[int, int] | None
+    places: Places,
+    only: str | None,
+    minutes: float,
+    memory: float | None,
+    steps: int,
+    sizes: tuple[int, int] | None,
 ) -> None:
     """Search for each side's best choice, and train with it."""
     given = dict(zip(SIDES, sizes, strict=True)) if sizes else {}
-    _measuring(places, only, minutes, steps, given, SIDES, measure)
+    _measuring(places, only, minutes, steps, given, memory, SIDES, measure)
 
 
 @main.command()
 @results.places("Prepared dataset [Python's own sources].", required=False)
 @_ONLY
 @_MINUTES
-def without(places: Places, only: str | None, minutes: float) -> None:
+@_MEMORY
+def without(places: Places, only: str | None, minutes: float, memory: float | None) -> None:
     """Leave out each page in turn, with the overlay's choice of an earlier `run`."""
-    _measuring(places, only, minutes, STEPS, {}, SIDES[1:], leave_out)
+    _measuring(places, only, minutes, STEPS, {}, memory, SIDES[1:], leave_out)
 
 
 @main.command(name="page")

@@ -99,3 +99,24 @@ def test_stock_asks_for_no_page_but_those_that_it_says(name: str, tmp_path: Path
         assert set(wanted_patches(stock, pages)) <= {*STARTS, *model.needs}
         assert overlay.uses_linear_cross_entropy and not stock.uses_linear_cross_entropy
     assert set(model.pages) <= set(pages)
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_what_is_left_out_is_not_asked_for(name: str, tmp_path: Path) -> None:
+    model, pages = models.MODELS[name], catalogue.load()
+    side = models.Side(model, name, "overlay", Places(tmp_path, tmp_path, tmp_path, None), 0.0)
+    for page in model.pages:
+        changes = side.changes(((), 1), 7, page)
+        recipe = recipes_index.with_text(recipes_index.load(name), changes)
+        assert page not in wanted_patches(recipe, pages)
+
+
+def test_sizes_that_peaks_rule_out_are_not_tried() -> None:
+    trials: dict[str, Any] = {
+        models.label(((), size)): {"peak_gib": peak} for size, peak in ((1, 50.0), (2, 60.0))
+    }
+    assert not models.too_large(((), 2), trials, 70.0)
+    assert models.too_large(((), 4), trials, 79.0)
+    assert not models.too_large(((), 4), trials, 80.0)
+    assert not models.too_large(((), 4), trials, None)
+    assert not models.too_large((MLP, 4), trials, 70.0)
