@@ -133,11 +133,6 @@ CUDA_GRAPHS = Part("--cuda-graph-impl {}", _graphs(), "--cuda-graph-impl none")
 WHOLE_STEP_GRAPHS = Part(
     "--cuda-graph-impl full_iteration", _graphs("full_iteration"), "--cuda-graph-impl none"
 )
-TE_GRAPHS = Part(
-    "--cuda-graph-impl transformer_engine",
-    _graphs("transformer_engine"),
-    "--cuda-graph-impl none",
-)
 EXPERT_GRAPHS = Part(
     "--cuda-graph-impl {} of MoE layers",
     lambda run: (
@@ -237,7 +232,6 @@ UNSUPPORTED: Mapping[Part, Mapping[Part | str, str]] = {
         "--use-megatron-fsdp": "Parameters that stay fp32 in a bf16 model are untested.",
         "--use-precision-aware-optimizer": "It never updates its copy of an fp32 parameter.",
         "--init-model-with-meta-device": "The mapping is initialized when the module is built.",
-        TE_GRAPHS: _UNTESTED,
         WHOLE_STEP_GRAPHS: _UNTESTED,
         EXPERT_GRAPHS: "A site would begin in the graph of the router and end outside of it.",
         GRAPHS_OF_RECOMPUTED_STREAMS: (

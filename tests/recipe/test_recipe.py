@@ -187,7 +187,11 @@ def test_a_rule_about_arguments_has_its_own_name(name: str, changes: dict[str, o
     ("changes", "added", "said"),
     [
         ({"precision": "fp8"}, (), "--fp8-format"),
-        ({"cuda_graph_impl": "local"}, (), "--cuda-graph-impl local"),
+        (
+            {"cuda_graph_impl": "local", "recompute_modules": ("mhc",)},
+            (),
+            "--cuda-graph-impl local with --recompute-modules mhc",
+        ),
         ({"recompute_modules": ("mhc", "mlp")}, (), "--recompute-modules mhc mlp"),
         ({}, ("--fp32-residual-connection",), "--fp32-residual-connection"),
         ({}, ("--context-parallel-size=2",), "--context-parallel-size"),
@@ -208,6 +212,8 @@ def test_what_hyper_connections_do_not_support_is_refused(
     [
         ("nam56r_h200_slice_mhc", {"gates": (("CPPMEGA_MAMBA_RECOMPUTE", "1"),)}, ()),
         ("gpt_mhc_h200", {}, ("--hidden-dropout", "0.1")),
+        ("gpt_mhc_h200", {"cuda_graph_impl": "local"}, ()),
+        ("gpt_mhc_h200", {"cuda_graph_impl": "transformer_engine"}, ()),
     ],
 )
 def test_what_hyper_connections_support_is_accepted(

@@ -53,7 +53,6 @@ OPTIONS: dict[Part | str, dict[str, Any]] = {
     "--use-precision-aware-optimizer": {"use_precision_aware_optimizer": True},
     c.CUDA_GRAPHS: {"cuda_graph_impl": "transformer_engine"},
     c.WHOLE_STEP_GRAPHS: {"cuda_graph_impl": "full_iteration"},
-    c.TE_GRAPHS: {"cuda_graph_impl": "transformer_engine"},
     c.EXPERT_GRAPHS: {
         **{"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn", "moe_router"]},
         "num_experts": 8,

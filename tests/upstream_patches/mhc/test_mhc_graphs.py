@@ -23,7 +23,7 @@ CAPTURED = {
 def found() -> dict[str, Any]:
     """What models on the patched tree do."""
     code = "from tests.upstream_patches.mhc import mhc_checks as t, mhc_graph_checks as g\n"
-    code += "t.main(g.eager, g.local)"
+    code += "t.main(g.eager, g.local, g.transformer_engine)"
     done = python(patched("0.19.2", *PAGES), code)
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(json.loads(done.stdout.splitlines()[-1]))
@@ -34,3 +34,15 @@ def test_local_graphs_take_streams_and_change_nothing(case: str) -> None:
     losses, calls = found()["local"][case]
     assert losses == found()["eager"][case.partition(",")[0]]
     assert calls == [STREAMS] * len(losses) * CAPTURED[case]
+
+
+@pytest.mark.parametrize("case", CAPTURED)
+def test_graphs_of_the_engine_take_streams_and_change_nothing(case: str) -> None:
+    losses, calls, hooked = found()["transformer_engine"][case]
+    assert losses == found()["eager"][case.partition(",")[0]]
+    assert calls == [STREAMS] * len(losses) * CAPTURED[case]
+    # Before a replay, each captured site's own parameters and those of its projection arrive.
+    sites = 2 if case == "gpt, whole" else 1
+    assert len(hooked) == 2 * sites * CAPTURED[case]
+    name = {"gpt, attn": "self_attention_hyper", "gpt, mlp": "mlp_hyper"}.get(case, "hyper")
+    assert all(name in each for each in hooked)
