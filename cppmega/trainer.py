@@ -16,7 +16,6 @@ from cppmega.checkpoints import files as checkpoint_files
 from cppmega.guard import error_file
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.run_options import RunOptions
-from cppmega.rules import starts
 from cppmega.training import options as trainer_options
 from cppmega.training import own_loop
 from cppmega.training import plan as planning
@@ -45,7 +44,7 @@ def train(
     calls.allow(options.allow_fallback)
     session = planning.open_session(options.root)
     calls.check_allowed(session.pages)
-    Start(changed, options).check(*starts.PROFILE)
+    Start(changed, options).check("the profiler")
     if changed.kind == "loop" and not dry_run:
         if options.load is not None:
             checkpoint_files.newest(options.load)

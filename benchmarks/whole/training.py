@@ -42,7 +42,6 @@ from cppmega.overlay.verbs import Session
 from cppmega.recipe import Recipe
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.run_options import RunOptions
-from cppmega.rules import starts
 from cppmega.training import plan
 from cppmega.training.requirements import Start
 from cppmega.training.step import untrained_loss
@@ -115,7 +114,7 @@ def check_layouts(saving: Recipe, loading: Recipe) -> None:
 
 
 def check_start(recipe: Recipe, options: RunOptions, site: Path) -> None:
-    Start(recipe, options).check(*starts.PROFILE)
+    Start(recipe, options).check("the profiler")
     plan.check_files(recipe, options, Session(site))
 
 

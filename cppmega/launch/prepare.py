@@ -23,7 +23,6 @@ from cppmega.recipe import Recipe
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.render import render
 from cppmega.recipe.run_options import RunOptions
-from cppmega.rules import starts
 from cppmega.runs import folder as run_folder
 from cppmega.runs import placeholders, tmux
 from cppmega.runs.manifest import DataRecord
@@ -67,7 +66,7 @@ def prepare(request: LaunchRequest) -> ValidatedLaunch:
     start = Start(
         named, nodes=request.nodes, nproc=request.nproc, rdzv=request.rdzv, name=request.name
     )
-    start.check(*(starts.DIVISION if recipe is not None else ()), *starts.HOSTS)
+    start.check(*(["division into hosts"] if recipe is not None else []), "hosts")
     nproc = _ranks(request, recipe)
     folder = _folder(request, named.name, runs)
     if earlier is not None:
@@ -78,7 +77,7 @@ def prepare(request: LaunchRequest) -> ValidatedLaunch:
         request = replace(request, options=replace(request.options, load=load))
     options = _options(request.options, recipe, folder)
     if recipe is not None:
-        Start(recipe.plus(*request.arguments), options).check(*starts.STEPS, *starts.PROFILE)
+        Start(recipe.plus(*request.arguments), options).check("steps", "the profiler")
         _check_loop(recipe, options, nproc * request.nodes)
     context = Context(
         root=options.root,

@@ -7,7 +7,7 @@ from typing import Any
 
 from cppmega.rules.combinations import DENSE_LOSS, DENSE_STEPS, TILELANG_DSA
 from cppmega.rules.questions import uses_dsa
-from cppmega.rules.rule import Pages, Rule, Run
+from cppmega.rules.rule import Pages, Part, Rule, Run, Table, stated
 from cppmega.sizes import dsa_loss, dsa_widths
 
 DENSE_LOSS_KERNEL = "dsa_dense_indexer_loss"
@@ -21,11 +21,11 @@ _MERGES_WRONGLY = ">=0.1.9.dev0,<0.1.11"
 _TILE, _BLOCK = 16, 64
 """Fewest heads of a kernel of Megatron's, and the keys that it processes at a time."""
 
-_UNSET = f"unset {dsa_loss.GATE} and apply again"
+_NO_DIFFERENCE = "It would seem to be on, but no step would differ."
 
 
 def _states_no_steps(run: Run) -> bool:
-    """Read the number of steps; what cannot be read is raised."""
+    """Read the number of dense steps; what cannot be read is raised."""
     if DENSE_STEPS.used(run):
         dsa_loss.dense_steps(run.cppmega_variables)
     return False
@@ -45,20 +45,18 @@ def runs_own_kernels(run: Run) -> bool:
 
 def _unfused(run: Run) -> object:
     """Whether a release that has a backend computes without one, and the line does not say so."""
-    asked = "dsa_kernel_backend" in run and run.dsa_kernel_backend == "none"
-    unasked = uses_dsa(run) and asked and "--dsa-kernel-backend" not in (run.words or ())
-    return unasked and not runs_own_kernels(run) and {"scores": scores(run)}
+    if run.words is None or "--dsa-kernel-backend" in run.words or runs_own_kernels(run):
+        return False
+    return run.dsa_kernel_backend == "none" and {"scores": scores(run)}
 
 
 def _declined(run: Run) -> Iterator[dict[str, str]]:
     """What the backend that is named declines; Megatron then runs unfused, at the debug level."""
-    backend = run.dsa_kernel_backend
-    if not uses_dsa(run) or backend in (None, "none"):
-        return
-    assert run.pages is not None
+    assert run.pages is not None  # as for every rule of the table
     reasons: list[str] = []
-    attention = run.pages.inside(dsa_widths.ATTENTION)
-    if backend != "tilelang" or not attention:
+    if run.dsa_kernel_backend in (None, "none"):
+        return
+    if run.dsa_kernel_backend != "tilelang" or not run.pages.inside(dsa_widths.ATTENTION):
         reasons += _sizes(run, run.pages)
     if TILELANG_DSA.used(run) and DENSE_LOSS.used(run) and not run.pages.inside(DENSE_LOSS_KERNEL):
         lacking = _without(run.pages.outside(DENSE_LOSS_KERNEL))
@@ -115,53 +113,45 @@ def _miscompiled(run: Run) -> object:
     return wrong and {"installed": installed}
 
 
-RULES: tuple[Rule, ...] = (
-    Rule(concerns=DENSE_STEPS.name, when=_states_no_steps),
-    Rule(
-        concerns=DENSE_STEPS.name,
-        name="argument-without-effect",
-        when=lambda run: DENSE_STEPS.used(run) and not run.dsa_indexer_loss_coeff,
-        what=f"{dsa_loss.GATE} is on. The indexer has no loss: dsa_indexer_loss_coeff is 0.",
-        why="It would seem to be on, but no step would differ.",
-        cure=f"--dsa-indexer-loss-coeff with a value above 0, or {_UNSET}",
-    ),
-    Rule(
-        concerns=DENSE_STEPS.name,
-        name="argument-without-effect",
-        when=lambda run: DENSE_STEPS.used(run) and not run.dsa_indexer_use_sparse_loss,
-        what=f"{dsa_loss.GATE} is on. The indexer's loss is dense in every step.",
-        why="It would seem to be on, but no step would differ.",
-        cure=f"--dsa-indexer-use-sparse-loss, or {_UNSET}",
-    ),
-    Rule(
-        concerns="DSA layers",
-        name="dsa-unfused",
-        needs=("words", "pages"),
-        when=_unfused,
-        what="The model has DSA layers and the line names no backend: {scores}.",
-        why="Stock's unfused DSA computes all scores and throws most of them away.",
-        cure="--dsa-kernel-backend tilelang at sizes that it supports, or none",
-    ),
-    Rule(
-        concerns="DSA layers",
-        name="dsa-backend-declines",
-        needs=("pages",),
-        when=_declined,
-        what="The backend {dsa_kernel_backend} declines {reason}. Megatron then runs unfused: "
-        "{scores}.",
-        why="A run recorded as fused would be stock's unfused one.",
-        cure="--set dsa_kernel_backend=none, or sizes and a loss that it supports",
-    ),
-    Rule(
-        concerns="DSA layers",
-        name="tilelang-miscompiles",
-        needs=("pages",),
-        when=_miscompiled,
-        what="tilelang {installed}: from 0.1.9 until it was fixed in 0.1.11, the compiler merges "
-        "shared memory that is still in use (https://github.com/tile-ai/tilelang/pull/2204), "
-        "and Megatron builds the backward kernel of its sparse attention with that merging.",
-        why="Gradients can be wrong without an error.",
-        # 0.1.11 and 0.1.12 may repeat a bound atomic addition.
-        cure="pip install 'tilelang>=0.1.13', or tilelang==0.1.8, which mamba-ssm demands",
-    ),
-)
+_TABLE: Table = {
+    DENSE_STEPS: {
+        f"{dsa_loss.GATE} is on. The indexer has no loss: dsa_indexer_loss_coeff is 0.": (
+            lambda run: not run.dsa_indexer_loss_coeff,
+            _NO_DIFFERENCE,
+            f"--dsa-indexer-loss-coeff with a value above 0, or {DENSE_STEPS.instead}",
+            "argument-without-effect",
+        ),
+        f"{dsa_loss.GATE} is on. The indexer's loss is dense in every step.": (
+            lambda run: not run.dsa_indexer_use_sparse_loss,
+            _NO_DIFFERENCE,
+            f"--dsa-indexer-use-sparse-loss, or {DENSE_STEPS.instead}",
+            "argument-without-effect",
+        ),
+    },
+    Part("DSA layers", lambda run: run.pages is not None and uses_dsa(run)): {
+        "The model has DSA layers and the command line names no backend: {scores}.": (
+            _unfused,
+            "Stock's unfused DSA computes all scores and throws most of them away.",
+            "--dsa-kernel-backend tilelang at sizes that it supports, or none",
+            "dsa-unfused",
+        ),
+        "The backend {dsa_kernel_backend} declines {reason}. Megatron then runs unfused: "
+        "{scores}.": (
+            _declined,
+            "A run recorded as fused would be stock's unfused one.",
+            "--set dsa_kernel_backend=none, or sizes and a loss that it supports",
+            "dsa-backend-declines",
+        ),
+        "tilelang {installed}: from 0.1.9 until it was fixed in 0.1.11, the compiler merges shared "
+        "memory that is still in use (https://github.com/tile-ai/tilelang/pull/2204), and Megatron "
+        "builds the backward kernel of its sparse attention with that merging.": (
+            _miscompiled,
+            "Gradients can be wrong without an error.",
+            # 0.1.11 and 0.1.12 may repeat a bound atomic addition.
+            "pip install 'tilelang>=0.1.13', or tilelang==0.1.8, which mamba-ssm demands",
+            "tilelang-miscompiles",
+        ),
+    },
+}
+
+RULES = (Rule(_states_no_steps, concerns=DENSE_STEPS.name), *stated(_TABLE))

@@ -17,6 +17,13 @@ _WEIGHT = re.compile(r"(.*)\.core_attention\.indexer\.")
 _STACKED = re.compile(r"(.*\.layers)\.(?!\d)")
 """A tensor that stacks one weight of all layers, as homogeneous models are saved."""
 
+_UNEVEN = (
+    *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers"),
+    *("decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split"),
+    "account_for_loss_in_pipeline_split",
+)
+"""Arguments that make stages differ in length."""
+
 
 def sources(args: Any) -> kinds.Sources:
     """The decoder's DSA layers, each with the layer whose keys it uses.
@@ -98,12 +105,7 @@ def _stages(args: Any) -> list[list[int]]:
     pattern = layer_pattern(args).partition("/")[0]
     if "|" in pattern:
         return kinds.marked_stages(pattern)
-    uneven = (
-        *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers"),
-        *("decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split"),
-        "account_for_loss_in_pipeline_split",
-    )
-    if any(getattr(args, name, None) for name in uneven):
+    if any(getattr(args, name, None) for name in _UNEVEN):
         return []
     stages = getattr(args, "pipeline_model_parallel_size", None) or 1
     stages *= 1 if pattern else getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
@@ -111,25 +113,25 @@ def _stages(args: Any) -> list[list[int]]:
 
 
 _NOT_SAVED = Rule(
-    concerns=_PART,
-    name="dsa-indexer-not-saved",
-    when=_lacking,
-    what="The checkpoint has no weights for the indexers of {missing}.{form}",
-    why="These layers would choose keys at random: it was saved by a model in which they share "
-    "keys, or in another layout.",
-    cure=f"train with the sharing that it was saved with ({env.INDEX_CACHE.name}=1 "
+    _lacking,
+    "The checkpoint has no weights for the indexers of {missing}.{form}",
+    "These layers would choose keys at random: it was saved by a model in which they share keys, "
+    "or in another layout.",
+    f"train with the sharing that it was saved with ({env.INDEX_CACHE.name}=1 "
     f"{env.DSA_INDEX_PATTERN.name}=..., or --dsa-indexer-topk-freq)",
+    "dsa-indexer-not-saved",
+    _PART,
 )
 RULES: tuple[Rule, ...] = (
-    Rule(concerns=_PART, when=_check),
+    Rule(_check, concerns=_PART),
     Rule(
-        concerns=_PART,
-        name="dsa-index-sharing",
-        when=_ignored,
-        what=f"{env.DSA_INDEX_PATTERN.name}={{pattern}} is set, and {env.INDEX_CACHE.name} is not.",
-        why="Every DSA layer would select its own keys.",
-        cure=f"export {env.INDEX_CACHE.name}=1, then python -m cppmega.apply_patches; or unset "
+        _ignored,
+        f"{env.DSA_INDEX_PATTERN.name}={{pattern}} is set, and {env.INDEX_CACHE.name} is not.",
+        "Every DSA layer would select its own keys.",
+        f"export {env.INDEX_CACHE.name}=1, then python -m cppmega.apply_patches; or unset "
         f"{env.DSA_INDEX_PATTERN.name}",
+        "dsa-index-sharing",
+        _PART,
     ),
     _NOT_SAVED,
 )

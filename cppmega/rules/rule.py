@@ -6,12 +6,9 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from cppmega.errors import CppmegaError
-
-Needs = Literal["recipe", "words", "pages", "trainer"]
-"""What a rule is asked about besides the arguments."""
 
 
 class Pages(Protocol):
@@ -118,7 +115,6 @@ class Rule:
     """The part of the run that it is about."""
     option: str = ""
     """What `concerns` does not support; such a rule has no `what` and raises `unsupported`."""
-    needs: tuple[Needs, ...] = ()
 
     def errors(self, run: Any, name: str, about: str = "") -> Iterator[CppmegaError]:
         """The errors of a run that breaks the rule.
@@ -127,8 +123,6 @@ class Rule:
             name: of an error to which the rule gives none.
             about: text before what happened, such as the name of the recipe.
         """
-        if not all(getattr(run, need) is not None for need in self.needs):
-            return
         try:
             answer = self.when(run)
             answer = answer if isinstance(answer, Iterator) else [answer] if answer else []
@@ -171,34 +165,27 @@ def destination(flag: str) -> str:
     return {"fp8_format": "fp8", "fp4_format": "fp4"}.get(name, name)
 
 
-Row = tuple[Callable[[Any], object], *tuple[str, ...]]
+Row = tuple[Callable[[Any], object], str, *tuple[str, ...]]
 """Of a rule: when it is broken and why that matters, then its cure and its name, if it has them."""
 Table = Mapping[Part | str, Mapping[str, Row]]
 """Rules by the part that they are about, and by the sentence that says what is broken."""
 
 
-def stated(
-    table: Table,
-    *,
-    name: str = "",
-    cure: str = "",
-    needs: tuple[Needs, ...] = (),
-) -> tuple[Rule, ...]:
+def stated(table: Table, *, name: str = "", cure: str = "") -> tuple[Rule, ...]:
     """The rules of a table.
 
     Args:
         table: a rule is asked about the runs that have its part.
         name: of errors to which their row gives none.
         cure: of rules that state none.
-        needs: of all rules.
     """
     rules = []
     for part, rows in table.items():
-        concerned = Part(part, lambda run: True) if isinstance(part, str) else part
+        whose = Part(part, lambda run: True) if isinstance(part, str) else part
         for what, (when, why, *rest) in rows.items():
-            cure_and_name = *rest, *(cure, name)[len(rest) :]
-            broken = _both(concerned.used, when)
-            rules.append(Rule(broken, what, why, *cure_and_name, concerned.name, needs=needs))
+            own_cure, own_name, *_ = *rest, "", ""
+            texts = what, why, own_cure or cure, own_name or name, whose.name
+            rules.append(Rule(_both(whose.used, when), *texts))
     return tuple(rules)
 
 

@@ -7,12 +7,12 @@ question is asked about a start (`cppmega.training.requirements.Start`).
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cppmega.host import env, packages
 from cppmega.host.wording import counted
-from cppmega.rules.rule import Rule
+from cppmega.rules.rule import Table, stated
 
 _OF_FIELDS = {
     env.DSA_INDEX_PATTERN.name: "dsa_index_pattern",
@@ -25,30 +25,28 @@ _OF_FIELDS = {
 MAMBA2_BY_TORCH = "--disable-mamba-mem-eff-path"
 """Megatron's argument with which torch convolves in Mamba-2."""
 
-Found = Iterator[Mapping[str, object]]
+_OTHER_LAYOUT = "A different number of replicas means another batch and another layout."
+
+Cases = Iterator[Mapping[str, object]]
 
 
-def _rule(name: str, when: Callable[[Any], object], what: str, why: str, cure: str) -> Rule:
-    return Rule(concerns="a start", name=name, when=when, what=what, why=why, cure=cure)
-
-
-def _gates_not_set(start: Any) -> Found:
+def _gates_not_set(start: Any) -> Cases:
     for name, wanted in start.recipe.wanted_gates:
-        if (found := start.environ.get(name, "")) != wanted:
-            yield {"gate": name, "wanted": wanted, "found": repr(found)}
+        if (value := start.environ.get(name, "")) != wanted:
+            yield {"gate": name, "wanted": wanted, "value": repr(value)}
 
 
-def _other_variables(start: Any) -> Found:
+def _other_variables(start: Any) -> Cases:
     meant = dict(start.recipe.variables)
     for name, wanted in meant.items():
-        if (found := start.environ.get(name, wanted)) != wanted:
-            yield {"name": name, "found": repr(found), "means": f"means {wanted}"}
+        if (value := start.environ.get(name, wanted)) != wanted:
+            yield {"name": name, "value": repr(value), "means": f"means {wanted}"}
     for name, field in _OF_FIELDS.items():
-        if (found := start.environ.get(name, "").strip()) and name not in meant:
-            yield {"name": name, "found": found, "means": f"has no {field}"}
+        if (value := start.environ.get(name, "").strip()) and name not in meant:
+            yield {"name": name, "value": value, "means": f"has no {field}"}
 
 
-def _missing_packages(start: Any) -> Found:
+def _missing_packages(start: Any) -> Cases:
     recipe, options = start.recipe, start.options
     needed = {"transformer_engine": ("the layers of every recipe for GPUs", "")}
     if recipe.uses_tilelang:
@@ -106,164 +104,152 @@ def _other_ranks(start: Any) -> object:
     return world != gpus and case
 
 
-TREE = (
-    _rule(
-        "training-not-in-wheel",
-        lambda start: not (start.tree.root / "megatron" / "training" / "__init__.py").is_file(),
-        "{tree.root} has megatron.core {tree.version} and no megatron.training.",
-        "Wheels up to 0.16 ship only the library; the training loop is in the repository.",
-        "pip install megatron-core==0.19.2, or a checkout of the same version on PYTHONPATH",
-    ),
-)
-COMPLETE = (
-    _rule(
-        "recipe-not-complete",
-        lambda start: (
-            start.rendered.missing
-            and {"lacks": "; ".join(f"{gap.part}: {gap.reason}" for gap in start.rendered.missing)}
-        ),
-        "Recipe {recipe.name} on megatron-core {rendered.version} lacks {lacks}.",
-        "Another, smaller model would train under this model's name.",
-        "cppmega recipes shows what each one lacks; train one that lacks nothing, or your own",
-    ),
-)
-GATES = (
-    _rule(
-        "gate-not-set",
-        _gates_not_set,
-        "Recipe {recipe.name} needs {gate}={wanted}; the environment has {found}.",
-        "The patch it switches is off, and the run is not the one the recipe describes.",
-        "export {gate}={wanted}, then python -m cppmega.apply_patches",
-    ),
-    _rule(
-        "variable-differs",
-        _other_variables,
-        "{name} is {found} in the environment, and recipe {recipe.name} {means}.",
-        "The run would follow the environment, and be recorded with the recipe.",
-        "unset {name}, or change the recipe's field with --set",
-    ),
-)
-PACKAGES = (
-    _rule(
-        "package-missing",
-        _missing_packages,
-        "The package {package} is not installed; it is needed for {purpose}.",
-        "Megatron would stop after the start, or print a warning and log nothing.",
-        "pip install {install}{instead}",
-    ),
-)
-PROFILE = (
-    _rule(
-        "profile-beyond-run",
-        _profile_beyond,
-        "--profile {options.profile} --profile-after {options.profile_after} takes {needed} "
-        "steps; this run has {count}, from {first} to {last}.",
-        "It would end without a profile.",
-        "--set train_iters={more}, another --exit-interval, or fewer steps",
-    ),
-    _rule(
-        "profiled-twice",
-        lambda start: start.options.profile and "--profile" in start.recipe.arguments,
-        "--profile is among Megatron's own arguments, too.",
-        "Two profilers cannot record at the same time.",
-        "leave one of the two out",
-    ),
-)
-STEPS = (
-    _rule(
-        "already-trained",
-        lambda start: (
-            (step := start.loaded) is not None
-            and step >= start.recipe.train_iters
-            and {"step": step, "more": step + start.recipe.train_iters}
-        ),
-        "The checkpoint in {options.load} has {step} steps, and {recipe.train_iters} are "
-        "requested.",
-        "The run would end immediately, with a folder and no step.",
-        "--set train_iters={more} trains on",
-    ),
-)
-DIVISION = (
-    _rule(
-        "wrong-world-size",
-        _other_world,
-        "Recipe {recipe.name} takes {gpus}, not {world}.",
-        "A different number of replicas means another batch and another layout.",
-        "leave --nproc out, or --set gpus={world} with a batch that fits",
-    ),
-    _rule(
-        "wrong-world-size",
-        _undivided,
-        "{gpus} of {recipe.name} cannot be divided among {hosts}.",
-        "torchrun starts the same number of ranks on each.",
-        "--set gpus=... with a batch that fits, or another --nnodes",
-    ),
-)
-HOSTS = (
-    _rule(
-        "rendezvous-of-one",
-        lambda start: start.nodes == 1 and start.rdzv is not None,
-        "--rdzv {rdzv} is given without --nnodes.",
-        "This host would train alone, and the others would wait for it.",
-        "--nnodes with the number of hosts, or leave --rdzv out",
-    ),
-    _rule(
-        "no-rendezvous",
-        lambda start: start.nodes > 1 and None in (start.rdzv, start.name),
-        "--nnodes {nodes} needs --rdzv and --name.",
-        "The hosts find each other at one address, and write to one run folder.",
-        "on every host: cppmega launch RECIPE --nnodes N --rdzv FIRST_HOST:29500 --name NAME "
-        "--runs A_SHARED_FOLDER",
-    ),
-)
-RANKS = (
-    _rule(
-        "wrong-world-size",
-        _other_ranks,
-        "Recipe {recipe.name} takes {gpus}; the launch has {ranks}.",
-        "A different number of replicas means another batch and another layout.",
-        "torchrun --nproc_per_node {recipe.gpus} -m cppmega.run -m cppmega.trainer "
-        "{recipe.name} ..., or --set gpus={world} with a batch that fits",
-    ),
-)
-DATA = (
-    _rule(
-        "no-held-out-data",
-        lambda start: (
-            start.recipe.eval_interval and not (start.options.held_out or start.options.mock_data)
-        ),
-        "Recipe {recipe.name} is evaluated every {recipe.eval_interval} steps, and --held-out "
-        "is not given.",
-        "A loss on the training data does not show what the model has learnt.",
-        "--held-out PREFIX, of data prepared from other sources, or --set eval_interval=0",
-    ),
-    _rule(
-        "held-out-data-unused",
-        lambda start: start.options.held_out and not start.recipe.eval_interval,
-        "--held-out is given, and recipe {recipe.name} has eval_interval=0.",
-        "Nothing would be evaluated.",
-        "--set eval_interval=STEPS, or leave --held-out out",
-    ),
-    _rule(
-        "data-and-mock-data",
-        lambda start: (
-            start.options.mock_data
-            and (start.options.data or start.options.held_out)
-            and {"given": "--data" if start.options.data else "--held-out"}
-        ),
-        "Both {given} and --mock-data are given.",
-        "It would not be clear afterwards what the model was trained on.",
-        "leave one of them out",
-    ),
-    _rule(
-        "no-data",
-        lambda start: not start.options.mock_data and not start.options.data,
-        "Neither --data nor --mock-data is given.",
-        "Mock data is never used silently: it trains faster and means nothing.",
-        "python -m cppmega.data.command --out PREFIX TEXT..., then --data PREFIX",
-    ),
-)
+def _incomplete(start: Any) -> object:
+    gaps = "; ".join(f"{gap.part}: {gap.reason}" for gap in start.rendered.missing)
+    return gaps and {"lacks": gaps}
 
-RULES: tuple[Rule, ...] = (
-    *(*TREE, *COMPLETE, *GATES, *PACKAGES, *PROFILE, *STEPS, *DIVISION, *HOSTS, *RANKS, *DATA),
-)
+
+_TABLE: Table = {
+    "the tree": {
+        "{tree.root} has megatron.core {tree.version} and no megatron.training.": (
+            lambda start: not (start.tree.root / "megatron" / "training" / "__init__.py").is_file(),
+            "Wheels up to 0.16 ship only the library; the training loop is in the repository.",
+            "pip install megatron-core==0.19.2, or a checkout of the same version on PYTHONPATH",
+            "training-not-in-wheel",
+        ),
+    },
+    "completeness": {
+        "Recipe {recipe.name} on megatron-core {rendered.version} lacks {lacks}.": (
+            _incomplete,
+            "Another, smaller model would train under this model's name.",
+            "cppmega recipes shows what each one lacks; train one that lacks nothing, or your own",
+            "recipe-not-complete",
+        ),
+    },
+    "variables": {
+        "Recipe {recipe.name} needs {gate}={wanted}; the environment has {value}.": (
+            _gates_not_set,
+            "The patch it switches is off, and the run is not the one the recipe describes.",
+            "export {gate}={wanted}, then python -m cppmega.apply_patches",
+            "gate-not-set",
+        ),
+        "{name} is {value} in the environment, and recipe {recipe.name} {means}.": (
+            _other_variables,
+            "The run would follow the environment, and be recorded with the recipe.",
+            "unset {name}, or change the recipe's field with --set",
+            "variable-differs",
+        ),
+    },
+    "packages": {
+        "The package {package} is not installed; it is needed for {purpose}.": (
+            _missing_packages,
+            "Megatron would stop after the start, or print a warning and log nothing.",
+            "pip install {install}{instead}",
+            "package-missing",
+        ),
+    },
+    "the profiler": {
+        "--profile {options.profile} --profile-after {options.profile_after} takes {needed} steps; "
+        "this run has {count}, from {first} to {last}.": (
+            _profile_beyond,
+            "It would end without a profile.",
+            "--set train_iters={more}, another --exit-interval, or fewer steps",
+            "profile-beyond-run",
+        ),
+        "--profile is among Megatron's own arguments, too.": (
+            lambda start: start.options.profile and "--profile" in start.recipe.arguments,
+            "Two profilers cannot record at the same time.",
+            "leave one of the two out",
+            "profiled-twice",
+        ),
+    },
+    "steps": {
+        "The checkpoint in {options.load} has {loaded} steps, and {recipe.train_iters} are "
+        "requested.": (
+            lambda start: (
+                (step := start.loaded) is not None
+                and step >= start.recipe.train_iters
+                and {"more": step + start.recipe.train_iters}
+            ),
+            "The run would end immediately, with a folder and no step.",
+            "--set train_iters={more} trains on",
+            "already-trained",
+        ),
+    },
+    "division into hosts": {
+        "Recipe {recipe.name} takes {gpus}, not {world}.": (
+            _other_world,
+            _OTHER_LAYOUT,
+            "leave --nproc out, or --set gpus={world} with a batch that fits",
+            "wrong-world-size",
+        ),
+        "{gpus} of {recipe.name} cannot be divided among {hosts}.": (
+            _undivided,
+            "torchrun starts the same number of ranks on each.",
+            "--set gpus=... with a batch that fits, or another --nnodes",
+            "wrong-world-size",
+        ),
+    },
+    "hosts": {
+        "--rdzv {rdzv} is given without --nnodes.": (
+            lambda start: start.nodes == 1 and start.rdzv is not None,
+            "This host would train alone, and the others would wait for it.",
+            "--nnodes with the number of hosts, or leave --rdzv out",
+            "rendezvous-of-one",
+        ),
+        "--nnodes {nodes} needs --rdzv and --name.": (
+            lambda start: start.nodes > 1 and None in (start.rdzv, start.name),
+            "The hosts find each other at one address, and write to one run folder.",
+            "on every host: cppmega launch RECIPE --nnodes N --rdzv FIRST_HOST:29500 --name NAME "
+            "--runs A_SHARED_FOLDER",
+            "no-rendezvous",
+        ),
+    },
+    "ranks": {
+        "Recipe {recipe.name} takes {gpus}; the launch has {ranks}.": (
+            _other_ranks,
+            _OTHER_LAYOUT,
+            "torchrun --nproc_per_node {recipe.gpus} -m cppmega.run -m cppmega.trainer "
+            "{recipe.name} ..., or --set gpus={world} with a batch that fits",
+            "wrong-world-size",
+        ),
+    },
+    "data": {
+        "Recipe {recipe.name} is evaluated every {recipe.eval_interval} steps, and --held-out is "
+        "not given.": (
+            lambda start: (
+                start.recipe.eval_interval
+                and not (start.options.held_out or start.options.mock_data)
+            ),
+            "A loss on the training data does not show what the model has learnt.",
+            "--held-out PREFIX, of data prepared from other sources, or --set eval_interval=0",
+            "no-held-out-data",
+        ),
+        "--held-out is given, and recipe {recipe.name} has eval_interval=0.": (
+            lambda start: start.options.held_out and not start.recipe.eval_interval,
+            "Nothing would be evaluated.",
+            "--set eval_interval=STEPS, or leave --held-out out",
+            "held-out-data-unused",
+        ),
+        "Both {given} and --mock-data are given.": (
+            lambda start: (
+                start.options.mock_data
+                and (start.options.data or start.options.held_out)
+                and {"given": "--data" if start.options.data else "--held-out"}
+            ),
+            "It would not be clear afterwards what the model was trained on.",
+            "leave one of them out",
+            "data-and-mock-data",
+        ),
+        "Neither --data nor --mock-data is given.": (
+            lambda start: not start.options.mock_data and not start.options.data,
+            "Mock data is never used silently: it trains faster and means nothing.",
+            "python -m cppmega.data.command --out PREFIX TEXT..., then --data PREFIX",
+            "no-data",
+        ),
+    },
+}
+
+ABOUT = {subject: stated({subject: rows}) for subject, rows in _TABLE.items()}
+"""The rules by their subject, of which a start is asked as many as are known of it."""
+RULES = tuple(rule for rules in ABOUT.values() for rule in rules)

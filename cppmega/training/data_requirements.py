@@ -18,7 +18,6 @@ from cppmega.data.tokenizers import TokenizerRecord
 from cppmega.errors import CppmegaError
 from cppmega.recipe import Recipe
 from cppmega.recipe.run_options import RunOptions
-from cppmega.rules import starts
 from cppmega.training.batch import DataTokens
 from cppmega.training.requirements import Start
 
@@ -41,7 +40,7 @@ def check(
             `held-out-data-unused`, `held-out-data-trained-on`, `held-out-data-too-small`, and what
             `corpus`, `data_reading`, `structure_files` and `tokenizers` raise.
     """
-    Start(recipe, options).check(*starts.DATA)
+    Start(recipe, options).check("data")
     if options.mock_data:
         _check_structure_rows(recipe)
         evaluated = "mock" if recipe.eval_interval else ""

@@ -15,7 +15,6 @@ from cppmega.overlay.wanted import wanted_patches
 from cppmega.recipe import Recipe
 from cppmega.recipe.render import Rendered, render
 from cppmega.recipe.run_options import RunOptions
-from cppmega.rules import starts
 from cppmega.training import data_requirements, requirements
 from cppmega.training.batch import DataTokens
 from cppmega.training.requirements import Start
@@ -73,7 +72,7 @@ def check_files(recipe: Recipe, options: RunOptions, session: Session) -> Traini
         )
     gates.check(session.pages.values())
     version = session.read_tree().version
-    Start(recipe, options, session).check(*starts.COMPLETE, *starts.GATES)
+    Start(recipe, options, session).check("completeness", "variables")
     data = data_requirements.check(recipe, options)
     if options.load is not None:
         checkpoint_files.newest(options.load)
@@ -94,9 +93,9 @@ def check_machine(plan: TrainingPlan) -> TrainingPlan:
         CppmegaError: one named reason for each thing that is not as it must be.
     """
     start = Start(plan.recipe, plan.options, plan.session)
-    start.check(*starts.TREE)
+    start.check("the tree")
     digest = requirements.check_patches(plan.recipe, plan.session)
-    start.check(*starts.PACKAGES, *starts.RANKS)
+    start.check("packages", "ranks")
     requirements.set_environment(plan.rendered.environment)
     active = guard.active()
     if active is not None:

@@ -19,8 +19,8 @@ from cppmega.overlay.wanted import wanted_patches
 from cppmega.recipe import Recipe
 from cppmega.recipe.render import Rendered, render
 from cppmega.recipe.run_options import RunOptions
-from cppmega.rules import RULES
-from cppmega.rules.rule import Rule, Run, check
+from cppmega.rules import RULES, starts
+from cppmega.rules.rule import Run, check
 from cppmega.tree.installed import Tree
 
 
@@ -66,13 +66,13 @@ class Start:
         last = self.recipe.train_iters if every is None else (done // every + 1) * every
         return done, min(last, self.recipe.train_iters)
 
-    def check(self, *rules: Rule) -> None:
-        """Ask rules of `cppmega.rules.starts`.
+    def check(self, *subjects: str) -> None:
+        """Ask the rules of `cppmega.rules.starts` about these subjects.
 
         Raises:
             CppmegaError: the first one that is broken.
         """
-        check(rules, self)
+        check((rule for subject in subjects for rule in starts.ABOUT[subject]), self)
 
 
 IN_THE_CODE = ("applied", "armed", "upstreamed")

@@ -20,7 +20,6 @@ from cppmega.recipe import index as recipes_index
 from cppmega.recipe import results
 from cppmega.recipe.render import render
 from cppmega.recipe.run_options import RunOptions
-from cppmega.rules import starts
 from cppmega.runs import json_file
 from cppmega.training.options import read
 from cppmega.training.requirements import Start
@@ -78,7 +77,7 @@ class Bench(runs.Bench):  # type: ignore[misc, name-defined]
             file = parsed.profile_folder / slices.SUMMARY
             json_file.write(file, json_file.plain(made_profile()))
         recipe = recipes_index.with_text(self.recipe, parsed.changes)
-        Start(recipe, parsed).check(*starts.PROFILE)
+        Start(recipe, parsed).check("the profiler")
         out_of_memory = name.split("-")[0] in self.full and side == "before"
         failure = "torch.OutOfMemoryError: CUDA out of memory." if out_of_memory else ""
         call = [str(self.metrics(name)), side, failure or "it broke" * (side == self.failing)]

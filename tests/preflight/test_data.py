@@ -117,7 +117,7 @@ def test_a_recipe_with_structure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     np.roll(np.fromfile(codes, np.uint8), 1).tofile(codes)
     refuses("data", "data-changed", on(good, recipe=recipe))
     # The trainer asks the same before it imports torch; it has its own word on what is complete.
-    monkeypatch.setattr(starts, "COMPLETE", ())
+    monkeypatch.setitem(starts.ABOUT, "completeness", ())
     options = RunOptions(data=(str(tmp_path / "without"),))
     with pytest.raises(CppmegaError, match="structure-missing"):
         plan.check_files(recipe, options, Session(patched("0.19.2")))

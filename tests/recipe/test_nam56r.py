@@ -142,9 +142,9 @@ def test_the_cut_model_is_the_beginning_of_the_whole_one() -> None:
     same = {"name": whole.name, "purpose": "", "cut": "", "pattern": whole.pattern}
     for_less_memory = {"micro_batch_size": whole.micro_batch_size, "gates": ()}
     assert replace(cut, **same, **for_less_memory) == replace(whole, purpose="")
-    with pytest.raises(CppmegaError, match="does not go with its name"):
+    with pytest.raises(CppmegaError, match="does not match its name"):
         cut.with_(name="nam56r_h100_1gpu")
-    with pytest.raises(CppmegaError, match="does not go with its name"):
+    with pytest.raises(CppmegaError, match="does not match its name"):
         cut.with_(cut="")
     with pytest.raises(CppmegaError, match="Did you mean nam56r_h100_1gpu_cut"):
         recipes_index.load("nam56r_h100_1gpu")

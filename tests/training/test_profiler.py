@@ -11,7 +11,6 @@ import pytest
 from cppmega.errors import CppmegaError
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.run_options import RunOptions
-from cppmega.rules import starts
 from cppmega.runs import json_file
 from cppmega.runs.profile import SUMMARY, TRACE, Profile
 from cppmega.training import profiler as profiling
@@ -32,7 +31,7 @@ SMOKE = recipes_index.load("smoke_cpu")
 )
 def test_the_profiled_steps_must_be_in_the_run(how: dict[str, Any], error: str) -> None:
     with pytest.raises(CppmegaError, match=error):
-        Start(SMOKE, RunOptions(**how)).check(*starts.PROFILE)
+        Start(SMOKE, RunOptions(**how)).check("the profiler")
 
 
 def test_a_resumed_run_has_only_the_steps_that_are_left(tmp_path: Path) -> None:
@@ -40,15 +39,15 @@ def test_a_resumed_run_has_only_the_steps_that_are_left(tmp_path: Path) -> None:
     (tmp_path / "iter_0000190" / "common.pt").touch()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("190")
     fits = RunOptions(profile=2, profile_after=8, load=tmp_path)
-    Start(SMOKE, fits).check(*starts.PROFILE)
+    Start(SMOKE, fits).check("the profiler")
     with pytest.raises(CppmegaError, match="has 10, from 191 to 200"):
-        Start(SMOKE, RunOptions(profile=2, profile_after=9, load=tmp_path)).check(*starts.PROFILE)
-    Start(SMOKE, RunOptions(profile_after=10_000)).check(*starts.PROFILE)
+        Start(SMOKE, RunOptions(profile=2, profile_after=9, load=tmp_path)).check("the profiler")
+    Start(SMOKE, RunOptions(profile_after=10_000)).check("the profiler")
 
 
 def test_megatrons_own_profiler_is_not_started_too() -> None:
     with pytest.raises(CppmegaError, match="profiled-twice"):
-        Start(SMOKE.plus("--profile"), RunOptions(profile=1)).check(*starts.PROFILE)
+        Start(SMOKE.plus("--profile"), RunOptions(profile=1)).check("the profiler")
 
 
 def exporting(data: bytes) -> Any:

@@ -8,7 +8,6 @@ from cppmega.errors import CppmegaError
 from cppmega.host.wording import counted
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import NotApplicable, Remark
-from cppmega.rules import starts
 from cppmega.training.requirements import Start
 
 AFTER: tuple[str, ...] = ()
@@ -25,7 +24,7 @@ def check(context: Context) -> str:
     if context.nodes == 1 or context.recipe is None:
         return _single_host(name, launched=context.folder is not None)
     recipe = context.recipe
-    Start(recipe, nodes=context.nodes).check(*starts.DIVISION)
+    Start(recipe, nodes=context.nodes).check("division into hosts")
     address = _address(name)
     if address is None:
         raise CppmegaError(

@@ -11,7 +11,6 @@ from cppmega.preflight.context import Context
 from cppmega.preflight.findings import NotApplicable, refuse
 from cppmega.recipe import Recipe
 from cppmega.recipe.run_options import RunOptions
-from cppmega.rules import starts
 from cppmega.training.requirements import Start
 
 AFTER: tuple[str, ...] = ("one_root", "recipe_complete")
@@ -29,7 +28,7 @@ def check(context: Context) -> str:
     line, recipe = context.launch_line, context.recipe
     if recipe is None:
         raise NotApplicable("no recipe is named")
-    Start(recipe, line.options).check(*starts.PACKAGES)
+    Start(recipe, line.options).check("packages")
     refuse(_missing(recipe, line.options, context.environ, context.training_machine))
     return "packages and compilers are installed"
 

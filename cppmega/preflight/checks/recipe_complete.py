@@ -6,7 +6,6 @@ from cppmega.errors import CppmegaError
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import NotApplicable
 from cppmega.recipe.index import folder, load
-from cppmega.rules import starts
 from cppmega.training.requirements import Start
 
 AFTER: tuple[str, ...] = ("one_root",)
@@ -34,6 +33,6 @@ def check(context: Context) -> str:
         )
     line = context.launch_line  # raises for a loop
     start = Start(recipe, line.options, context.session)
-    start.check(*starts.TREE, *starts.COMPLETE)
+    start.check("the tree", "completeness")
     assert line.rendered is not None
     return f"{recipe.name} on megatron-core {line.rendered.version}, nothing left out"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import NotApplicable
-from cppmega.rules import starts
 from cppmega.training.requirements import Start
 
 AFTER: tuple[str, ...] = ()
@@ -19,7 +18,7 @@ def check(context: Context) -> str:
     recipe = context.recipe
     if recipe is None:
         raise NotApplicable("no recipe names a gate")
-    Start(recipe, environ=context.environ).check(*starts.GATES)
+    Start(recipe, environ=context.environ).check("variables")
     if not (recipe.wanted_gates or recipe.variables):
         raise NotApplicable("the recipe names no gate")
     return ", ".join(f"{name}={value}" for name, value in (*recipe.wanted_gates, *recipe.variables))
