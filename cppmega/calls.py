@@ -2,9 +2,10 @@
 
 Patched code asks `served` whether a page's kernels compute a call; if they do not, it gives the
 reason. Megatron's own code, which is what the run has asked not to use, would then run without a
-trace of it in any log. Such a call ends the run, unless the user has allowed it by
-`--allow-fallback PAGE`, or the run's arguments promised nothing. A page that leaves some calls to
-Megatron by design, whatever the arguments, counts them by `passed`.
+trace of it in any log. Such a call ends the run, unless the user has allowed it
+(`--allow-fallback PAGE`, or the recipe's `allow_fallback`), or the run's arguments promised
+nothing. A page that leaves some calls to Megatron by design, whatever the arguments, counts them by
+`passed`.
 
 Patched Megatron imports this module, which therefore imports neither torch nor Megatron.
 """
@@ -104,8 +105,8 @@ def _declined(page: str, reason: str, given: Mapping[str, Any]) -> CallDeclinedE
         "Megatron's own code would compute it, at its own cost in time and memory, in a run that "
         "is recorded as one with the patch.",
         f"change what the reason names; or `python -m cppmega.apply_patches --without {page}`; or "
-        f"--allow-fallback {page}, which the log and the digest of the run state (without "
-        f"cppmega.run: export CPPMEGA_ALLOW_FALLBACK={page})",
+        f"--allow-fallback {page} (in a recipe, allow_fallback), which the log and the digest of "
+        f"the run state (without cppmega.run: export CPPMEGA_ALLOW_FALLBACK={page})",
     )
     error.page, error.reason, error.shapes = page, reason, shapes
     return error
@@ -156,7 +157,7 @@ def allowed(
 
     Args:
         environ: the environment of the process that calls.
-        further: pages that the command line allows, too.
+        further: pages that the command line or the recipe allows, too.
     """
     return tuple(sorted({*env.ALLOW_FALLBACK.read(environ), *further}))
 
@@ -181,8 +182,8 @@ def check_allowed(known: Collection[str], names: Iterable[str] | None = None) ->
         if name not in known:
             raise CppmegaError(
                 "unknown-page",
-                f"--allow-fallback, or CPPMEGA_ALLOW_FALLBACK, names {name}, which is not a page."
-                + did_you_mean(name, known),
+                f"--allow-fallback, CPPMEGA_ALLOW_FALLBACK or the recipe's field allow_fallback "
+                f"names {name}, which is not a page." + did_you_mean(name, known),
                 "The page that was meant would end the run at its first declined call.",
                 "cppmega list shows the pages",
             )

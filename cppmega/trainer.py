@@ -41,7 +41,7 @@ def train(
     options = RunOptions(**values).resuming()
     changed = recipes_index.with_text(recipes_index.load(recipe), options.changes).plus(*arguments)
     accepted.accept(accepted.merged(changed.accepted_edits, options.accept))
-    calls.allow(options.allow_fallback)
+    calls.allow((*changed.allow_fallback, *options.allow_fallback))
     session = planning.open_session(options.root)
     calls.check_allowed(session.pages)
     Start(changed, options).check("the profiler")

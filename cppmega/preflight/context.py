@@ -98,7 +98,8 @@ class Context:
     @property
     def fallbacks(self) -> tuple[str, ...]:
         """The pages whose declined calls Megatron's own code may compute in this launch."""
-        return calls.allowed(self.environ, self.options.allow_fallback)
+        named = self.recipe.allow_fallback if self.recipe is not None else ()
+        return calls.allowed(self.environ, (*named, *self.options.allow_fallback))
 
     @property
     def adds_arguments(self) -> bool:

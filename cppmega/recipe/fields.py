@@ -213,6 +213,8 @@ class Fields:
 
     patches: tuple[str, ...] = ()
     """Pages of `upstream_patches/` without which the run must not start."""
+    allow_fallback: tuple[str, ...] = ()
+    """Pages whose declined calls Megatron's own code may compute, as `--allow-fallback` does."""
     gates: tuple[tuple[str, str], ...] = ()
     """`CPPMEGA_*` variables that must have this value."""
     environment: tuple[tuple[str, str], ...] = ()

@@ -43,6 +43,9 @@ def test_variables() -> None:
     allowed = {"CPPMEGA_ALLOW_FALLBACK": "mtp_linear_ce"}
     found = holds("variables", launch(root=root, options=options, environ=allowed))
     assert "declined calls are allowed: mla_rope_kernel, mtp_linear_ce" in found
+    recipe = SLICE.with_(allow_fallback=("linear_ce_gpt_head",))
+    found = holds("variables", launch(recipe, root=root, options=options))
+    assert "declined calls are allowed: linear_ce_gpt_head, mla_rope_kernel" in found
     allowed = {"CPPMEGA_ALLOW_FALLBACK": "mtp_linear_cee"}
     refused = refuses("variables", "unknown-page", launch(root=root, environ=allowed))
     assert "Did you mean mtp_linear_ce?" in refused.what

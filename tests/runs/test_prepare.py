@@ -57,6 +57,7 @@ def test_a_shell_in_a_folder_that_is_gone(
         ({"resume": "nothing"}, "no-runs"),
         ({"rdzv": "h:1"}, "rendezvous-of-one"),
         ({"allow_fallback": ("dsa_attention_kernel",)}, "unknown-page"),
+        ({"changes": ("allow_fallback=('dsa_attention_kernel',)",)}, "unknown-page"),
         ({"profile": 2, "profile_after": 199}, "profile-beyond-run"),
         ({"changes": ("name=mine",)}, "bad-assignment"),
         ({"changes": ("lr=1e999",)}, "recipe-invalid"),
