@@ -237,7 +237,6 @@ UNSUPPORTED: Mapping[Part, Mapping[Part | str, str]] = {
         GRAPHS_OF_RECOMPUTED_STREAMS: (
             "What has to be recomputed is noted for each microbatch by code that no graph replays."
         ),
-        "--fp8-format": "Layers in FP8 have not been tested.",
         "--fp4-format": "Layers in FP4 have not been tested.",
         "--fp32-residual-connection": "The streams have the type of the model.",
         OFFLOADING: "The streams are not among what it offloads.",

@@ -186,7 +186,6 @@ def test_a_rule_about_arguments_has_its_own_name(name: str, changes: dict[str, o
 @pytest.mark.parametrize(
     ("changes", "added", "said"),
     [
-        ({"precision": "fp8"}, (), "--fp8-format"),
         (
             {"cuda_graph_impl": "local", "recompute_modules": ("mhc",)},
             (),
@@ -212,6 +211,7 @@ def test_what_hyper_connections_do_not_support_is_refused(
     [
         ("nam56r_h200_slice_mhc", {"gates": (("CPPMEGA_MAMBA_RECOMPUTE", "1"),)}, ()),
         ("gpt_mhc_h200", {}, ("--hidden-dropout", "0.1")),
+        ("gpt_mhc_h200", {"precision": "fp8", "fp8_recipe": "tensorwise"}, ()),
         ("gpt_mhc_h200", {"cuda_graph_impl": "local"}, ()),
         ("gpt_mhc_h200", {"cuda_graph_impl": "transformer_engine"}, ()),
     ],

@@ -47,7 +47,6 @@ OPTIONS: dict[Part | str, dict[str, Any]] = {
     c.FP16: {"fp16": True, "bf16": False},
     c.FP32: {"bf16": False},
     c.NOT_BF16: {"fp16": True, "bf16": False},
-    "--fp8-format": {"fp8": "hybrid"},
     "--fp4-format": {"fp4": "e2m1"},
     c.DELAYED_FP8: {"fp8": "hybrid", "fp8_recipe": "delayed"},
     "--use-precision-aware-optimizer": {"use_precision_aware_optimizer": True},

@@ -13,7 +13,7 @@ What: With `--enable-mhc-connections` a model has `--mhc-num-residual-streams` r
     so several blocks lower the peak of a deep model. Hidden dropout leaves out values of each
     stream separately, as in dev; recomputation repeats its random numbers, and `--use-fused-mhc`
     computes the ends of sites without kernels where there is dropout. Features that mHC does not
-    support (CUDA graphs of a complete step or of MoE layers, fp32 residuals, FP8, context
+    support (CUDA graphs of a complete step or of MoE layers, fp32 residuals, FP4, context
     parallelism, FSDP, offloading, interleaved stages, shared keys of DSA) are refused by name. In
     the first step no gradient of the mapping is exactly zero; the gradients that are zero are the
     same as without mHC: those of embeddings of tokens that the batch lacks (and of parts of the

@@ -1,6 +1,7 @@
-"""Hyper-connections in layers that are captured in CUDA graphs, on a CPU.
+"""Hyper-connections in layers that are captured in CUDA graphs or run in FP8, on a CPU.
 
-Without a GPU nothing is captured. What would be a graph runs what it would hold, each time.
+Without a GPU nothing is captured. What would be a graph runs what it would hold, each time. A
+context of FP8 changes nothing, but is noted.
 
 Imported in the process that runs a tree, never by pytest itself.
 """
@@ -15,10 +16,19 @@ from typing import Any
 from unittest import mock
 
 import torch
+from megatron.core import fp8_utils
 from megatron.core.models.common.language_module import language_module
-from megatron.core.transformer import cuda_graphs, transformer_layer
+from megatron.core.models.hybrid import hybrid_block
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import (
+    cuda_graphs,
+    multi_token_prediction,
+    transformer_block,
+    transformer_layer,
+)
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.module import MegatronModule
+from torch.utils._pytree import tree_leaves
 
 from cppmega.features.mhc import connections
 from tests.upstream_patches.mhc import mhc_models as models
@@ -48,6 +58,57 @@ def transformer_engine() -> Any:
 def eager() -> Any:
     """Losses without graphs."""
     return {name: models.trained(make(**models.MHC)) for name, make in MAKE.items()}
+
+
+def fp8() -> Any:
+    """A bf16 model whose layers are in FP8, by the contexts that Transformer Engine would read.
+
+    Losses without and with FP8; what layers and sites compute with, and whether in a context.
+    """
+    found: dict[str, Any] = {}
+    bf16 = {"bf16": True, "params_dtype": torch.bfloat16, **models.MHC}
+    for name, make in MAKE.items():
+        seen: set[str] = set()
+        with _contexts(seen):
+            model = make(fp8="hybrid", fp8_recipe="tensorwise", **bf16).bfloat16()
+            losses = [models.trained(make(**bf16).bfloat16()), models.trained(model)]
+        parts = {type(part).__name__ for site in sites(model) for part in site.modules()}
+        found[name] = {"losses": losses, "seen": sorted(seen), "parts": sorted(parts)}
+    return found
+
+
+@contextlib.contextmanager
+def _contexts(seen: set[str]) -> Iterator[None]:
+    """Replace the contexts in which layers run in FP8, and note what is computed in them."""
+    active = 0
+
+    @contextlib.contextmanager
+    def context(config: Any, *ignored: Any, is_init: bool = False) -> Iterator[None]:
+        nonlocal active
+        active += bool(config.fp8 and not is_init)
+        yield
+        active -= bool(config.fp8 and not is_init)
+
+    def noting(what: str, function: Any) -> Any:
+        def noted(*given: Any, **named: Any) -> Any:
+            out = function(*given, **named)
+            tensors = (x for x in tree_leaves((given, out)) if isinstance(x, torch.Tensor))
+            types = {str(x.dtype).removeprefix("torch.") for x in tensors}
+            seen.add(f"{what}, {' and '.join(sorted(types))}{', in a context' * (active > 0)}")
+            return out
+
+        return noted
+
+    with contextlib.ExitStack() as stack:
+        for module in (transformer_block, hybrid_block, multi_token_prediction, fp8_utils):
+            stack.enter_context(mock.patch.object(module, "get_fp8_context", context))
+        for kind in (ColumnParallelLinear, RowParallelLinear):
+            new = noting("product", kind.forward)
+            stack.enter_context(mock.patch.object(kind, "forward", new))
+        for name in ("weights", "update"):
+            new = noting(name, getattr(connections.reference, name))
+            stack.enter_context(mock.patch.object(connections.reference, name, new))
+        yield
 
 
 def _local(name: str, part: str) -> Any:

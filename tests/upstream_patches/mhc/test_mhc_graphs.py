@@ -1,4 +1,4 @@
-"""Hyper-connections in layers that are captured in CUDA graphs."""
+"""Hyper-connections in layers that are captured in CUDA graphs or run in FP8."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CAPTURED = {
 def found() -> dict[str, Any]:
     """What models on the patched tree do."""
     code = "from tests.upstream_patches.mhc import mhc_checks as t, mhc_graph_checks as g\n"
-    code += "t.main(g.eager, g.local, g.transformer_engine)"
+    code += "t.main(g.eager, g.local, g.transformer_engine, g.fp8)"
     done = python(patched("0.19.2", *PAGES), code)
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(json.loads(done.stdout.splitlines()[-1]))
@@ -46,3 +46,14 @@ def test_graphs_of_the_engine_take_streams_and_change_nothing(case: str) -> None
     assert len(hooked) == 2 * sites * CAPTURED[case]
     name = {"gpt, attn": "self_attention_hyper", "gpt, mlp": "mlp_hyper"}.get(case, "hyper")
     assert all(name in each for each in hooked)
+
+
+@pytest.mark.parametrize("model", ["gpt", "hybrid"])
+def test_fp8_leaves_streams_and_coefficients_in_their_types(model: str) -> None:
+    fp8 = found()["fp8"][model]
+    assert fp8["losses"][0] == fp8["losses"][1]
+    # The engine's context concerns its own modules, and a site has none.
+    assert fp8["parts"] == ["HyperConnectionModule", "Linear"]
+    of_site = [f"{part}, bfloat16 and float32" for part in ("update", "weights")]
+    computed = ("product, bfloat16", *of_site)
+    assert fp8["seen"] == [each + how for each in computed for how in ("", ", in a context")]
