@@ -112,14 +112,6 @@ TRAINER = Part(
 
 # What it may ask for, where that is more than an argument.
 CONTEXT_PARALLEL = Part("--context-parallel-size", _above_one("context_parallel_size"))
-VIRTUAL_STAGES = Part(
-    "virtual pipeline stages",
-    lambda run: (
-        _above_one("virtual_pipeline_model_parallel_size")(run)
-        or _given("num_layers_per_virtual_pipeline_stage")(run)
-        or _above_one("num_virtual_stages_per_pipeline_rank")(run)
-    ),
-)
 FSDP = Part("FSDP (--use-megatron-fsdp, --use-torch-fsdp2)", uses_fsdp, "use Megatron's DDP")
 FP16 = Part("--fp16", _given("fp16"), "--bf16")
 FP32 = Part("fp32", lambda run: not (run.bf16 or run.fp16), "--bf16")
@@ -221,18 +213,16 @@ UNFUSED_ATTENTION = Part(
     "--attention-backend unfused", lambda run: str(run.attention_backend).endswith("unfused")
 )
 
-_UNTESTED = "It has not been tested."
 _NOT_INITIALIZED = "Their weights would not be initialized."
 
 UNSUPPORTED: Mapping[Part, Mapping[Part | str, str]] = {
     MHC: {
-        VIRTUAL_STAGES: _UNTESTED,
         CONTEXT_PARALLEL: "Sequences that are split over ranks have not been tested.",
         "--use-torch-fsdp2": "It shards one type of parameters; the mapping's stay fp32.",
         "--use-megatron-fsdp": "Parameters that stay fp32 in a bf16 model are untested.",
         "--use-precision-aware-optimizer": "It never updates its copy of an fp32 parameter.",
         "--init-model-with-meta-device": "The mapping is initialized when the module is built.",
-        WHOLE_STEP_GRAPHS: _UNTESTED,
+        WHOLE_STEP_GRAPHS: "It has not been tested.",
         EXPERT_GRAPHS: "A site would begin in the graph of the router and end outside of it.",
         GRAPHS_OF_RECOMPUTED_STREAMS: (
             "What has to be recomputed is noted for each microbatch by code that no graph replays."
@@ -259,7 +249,7 @@ UNSUPPORTED: Mapping[Part, Mapping[Part | str, str]] = {
         FSDP: "It has not been tested with parameters that stay fp32.",
         "--use-mup": "How the mixers' learning rates scale with the width has not been derived.",
         "--init-model-with-meta-device": _NOT_INITIALIZED,
-        "--fp32-residual-connection": _UNTESTED,
+        "--fp32-residual-connection": "It has not been tested.",
         MAMBA_GRAPHS: "Capturing these mixers has not been tested.",
     },
     M2RNN: {

@@ -74,7 +74,6 @@ def test_stages_are_those_that_the_pattern_marks_or_equally_long() -> None:
             "recipe-invalid",
             "3 micro-batches per step on 2 ranks",
         ),
-        ({**VIRTUAL, "mhc_num_residual_streams": 4}, "unsupported", "Virtual pipeline stages"),
         (
             {**VIRTUAL, "dsa_index_pattern": "FSSFSSFSS"},
             "dsa-index-sharing",

@@ -214,6 +214,7 @@ def test_what_hyper_connections_do_not_support_is_refused(
         ("gpt_mhc_h200", {"precision": "fp8", "fp8_recipe": "tensorwise"}, ()),
         ("gpt_mhc_h200", {"cuda_graph_impl": "local"}, ()),
         ("gpt_mhc_h200", {"cuda_graph_impl": "transformer_engine"}, ()),
+        ("gpt_mhc_h200_4gpu_tp2_pp2", {"virtual_pipeline_model_parallel_size": 2}, ()),
     ],
 )
 def test_what_hyper_connections_support_is_accepted(

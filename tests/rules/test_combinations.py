@@ -37,7 +37,6 @@ PARTS: dict[Part, dict[str, Any]] = {
 
 OPTIONS: dict[Part | str, dict[str, Any]] = {
     c.CONTEXT_PARALLEL: {"context_parallel_size": 2},
-    c.VIRTUAL_STAGES: {"virtual_pipeline_model_parallel_size": 2},
     c.FSDP: {"use_megatron_fsdp": True},
     "--use-megatron-fsdp": {"use_megatron_fsdp": True},
     "--use-torch-fsdp2": {"use_torch_fsdp2": True},

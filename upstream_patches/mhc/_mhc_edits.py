@@ -21,7 +21,7 @@ BLOCK = f"{CORE}/transformer/transformer_block.py:TransformerBlock."
 STACK = f"{CORE}/models/hybrid/hybrid_block.py:HybridStack."
 DEPTH = f"{CORE}/transformer/multi_token_prediction.py:MultiTokenPredictionLayer."
 DEPTHS = f"{CORE}/transformer/multi_token_prediction.py:MultiTokenPredictionBlock.forward"
-SHAPES = f"{CORE}/pipeline_parallel/schedules.py:get_tensor_shapes"
+SCHEDULES = f"{CORE}/pipeline_parallel/schedules.py:"
 RECOMPUTATION = f"{CORE}/recompute.py:checkpointed_forward"
 PRESENT = f"{DEPTH}get_inner_quantization_context"
 """New in 0.19.2; these edits are written for the layers and depths of 0.19 and main."""
@@ -96,6 +96,20 @@ HANDED_ON = (
     "connections.hand_on(hidden_states, cppmega_streams)"
 )
 SAVED = f"{LAYERS}\n\nmhc_layers.with_head_saved(self, sharded_state_dict, prefix, metadata)"
+
+WIDTHS_IN = {
+    "get_tensor_shapes": {
+        "0.19.0": "30136c352c056184",
+        "0.19.2": "30136c352c056184",
+        "main-d98e8a64": "30136c352c056184",
+    },
+    "forward_backward_pipelining_with_interleaving": {
+        "0.19.0": "56b388e50bf065ef",
+        "0.19.2": "56b388e50bf065ef",
+        "main-d98e8a64": "dd6dfc426c287684",
+    },
+}
+"""Where a schedule states the width of what stages exchange."""
 
 WHOLE = replacing(
     "isinstance(layer, TransformerLayer)",
@@ -437,16 +451,15 @@ if self.post_process and self.post_layer_norm:
         edit=WHOLE,
         mark="",
     ),
-    Edit(
-        target=SHAPES,
-        pins={
-            "0.19.0": "30136c352c056184",
-            "0.19.2": "30136c352c056184",
-            "main-d98e8a64": "30136c352c056184",
-        },
-        edit=replacing("config.hidden_size", "_cppmega_width(config)"),
-        imports=(WIDTH,),
-        mark="",
+    *(
+        Edit(
+            target=SCHEDULES + name,
+            pins=pins,
+            edit=replacing("config.hidden_size", "_cppmega_width(config)"),
+            imports=(WIDTH,),
+            mark="",
+        )
+        for name, pins in WIDTHS_IN.items()
     ),
     Edit(
         target=f"{DEPTH}__init__",

@@ -13,15 +13,13 @@ What: With `--enable-mhc-connections` a model has `--mhc-num-residual-streams` r
     so several blocks lower the peak of a deep model. Hidden dropout leaves out values of each
     stream separately, as in dev; recomputation repeats its random numbers, and `--use-fused-mhc`
     computes the ends of sites without kernels where there is dropout. Features that mHC does not
-    support (CUDA graphs of a complete step or of MoE layers, fp32 residuals, FP4, context
-    parallelism, FSDP, offloading, interleaved stages, shared keys of DSA) are refused by name. In
-    the first step no gradient of the mapping is exactly zero; the gradients that are zero are the
-    same as without mHC: those of embeddings of tokens that the batch lacks (and of parts of the
-    bias of all keys, whose gradient is rounding error). The gradient of the first site's mixing
-    matrix has the size of rounding errors, because its streams are still equal and its columns sum
-    to 1; where a norm follows, the gradient of its input's weights is small, because the norm
-    cancels their common scale. Parameters of the mapping stay in fp32, which `float16_keep_fp32`
-    enables the optimizers to save.
+    support are refused by name. In the first step no gradient of the mapping is exactly zero; the
+    gradients that are zero are the same as without mHC: those of embeddings of tokens that the
+    batch lacks (and of parts of the bias of all keys, whose gradient is rounding error). The
+    gradient of the first site's mixing matrix has the size of rounding errors, because its streams
+    are still equal and its columns sum to 1; where a norm follows, the gradient of its input's
+    weights is small, because the norm cancels their common scale. Parameters of the mapping stay in
+    fp32, which `float16_keep_fp32` enables the optimizers to save.
 Why: No release has them: 0.20 is announced with them, for hybrid models, but without pipeline
     stages, full recomputation and graphs.
 Upstream: https://github.com/NVIDIA/Megatron-LM/pull/4531 (main, not released),

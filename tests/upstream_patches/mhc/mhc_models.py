@@ -110,22 +110,24 @@ def config(**options: Any) -> Any:
     )
 
 
-def _model(settings: Any) -> dict[str, Any]:
+def _model(settings: Any, stage: int | None) -> dict[str, Any]:
     """Arguments of either kind of model, and the seed of its weights."""
     torch.manual_seed(0)
+    place = {"ignore_virtual": stage is None, "vp_stage": stage}
     return {
         "config": settings,
         "vocab_size": WORDS,
         "max_sequence_length": LENGTH,
         "position_embedding_type": "none",
         "share_embeddings_and_output_weights": False,
-        "pre_process": parallel_state.is_pipeline_first_stage(),
-        "post_process": parallel_state.is_pipeline_last_stage(),
+        "pre_process": parallel_state.is_pipeline_first_stage(**place),
+        "post_process": parallel_state.is_pipeline_last_stage(**place),
+        "vp_stage": stage,
     }
 
 
-def gpt(layers: int = 2, depths: int = 0, **options: Any) -> Any:
-    """A GPT with MTP depths."""
+def gpt(layers: int = 2, depths: int = 0, stage: int | None = None, **options: Any) -> Any:
+    """A GPT with MTP depths, or one of a pipeline rank's virtual stages."""
     settings = config(num_layers=layers, mtp_num_layers=depths or None, **options)
     experts = options.get("num_moe_experts")
     spec_of = gpt_layer_specs.get_gpt_layer_local_spec
@@ -135,13 +137,13 @@ def gpt(layers: int = 2, depths: int = 0, **options: Any) -> Any:
     heads = {}
     if depths:
         heads["mtp_block_spec"] = gpt_layer_specs.get_gpt_mtp_block_spec(
-            settings, spec, use_transformer_engine=False
+            settings, spec, use_transformer_engine=False, vp_stage=stage
         )
-    return GPTModel(transformer_layer_spec=spec, **_model(settings), **heads).to(DEVICE)
+    return GPTModel(transformer_layer_spec=spec, **_model(settings, stage), **heads).to(DEVICE)
 
 
-def hybrid(pattern: str = "M*-", **options: Any) -> Any:
-    """A hybrid model, with MTP depths after a /."""
+def hybrid(pattern: str = "M*-", stage: int | None = None, **options: Any) -> Any:
+    """A hybrid model, with MTP depths after a /, or one of a pipeline rank's virtual stages."""
     main, *depths = pattern.split("/")
     settings = config(
         num_layers=len(main.replace("|", "")),
@@ -189,7 +191,7 @@ def hybrid(pattern: str = "M*-", **options: Any) -> Any:
         return HybridModel(
             hybrid_stack_spec=ModuleSpec(block.HybridStack, submodules=layers),
             hybrid_layer_pattern=pattern,
-            **_model(settings),
+            **_model(settings, stage),
         ).to(DEVICE)
 
 

@@ -31,7 +31,16 @@ from tests.upstream_patches.optimizer.distributed_optimizer import on_cpu
 
 STEPS, RATE = 2, 0.05
 SEQUENCES = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-STAGES = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
+STAGES = {
+    "pipeline_model_parallel_size": 2,
+    "pipeline_dtype": torch.float32,
+    "deallocate_pipeline_outputs": True,  # as Megatron's training
+}
+VIRTUAL = {
+    **STAGES,
+    "virtual_pipeline_model_parallel_size": 2,
+    **{"overlap_p2p_comm": True, "batch_p2p_comm": False, "microbatch_group_size_per_vp_stage": 2},
+}
 EXPERT_RANKS = {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather"}
 CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "gpt, TP 2 with sequence parallelism": (
@@ -49,6 +58,16 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         partial(models.hybrid, "M*-*/*-"),
         partial(models.hybrid, "M*|-*/*-", **models.FULL),
         STAGES,
+    ),
+    "gpt, PP 2 x VPP 2, recomputed": (
+        partial(models.gpt, 4, 1),
+        partial(models.gpt, 4, 1, **models.FULL),
+        VIRTUAL,
+    ),
+    "hybrid, PP 2 x VPP 2, recomputed": (
+        partial(models.hybrid, "M*-*/*-"),
+        partial(models.hybrid, "M|*|-|*/*-", **models.SELECTIVE),
+        VIRTUAL,
     ),
     "hybrid, EP 2": (
         partial(models.hybrid, "*E", **models.EXPERTS),
@@ -79,16 +98,17 @@ def compared(one: Any, two: Any, layout: dict[str, Any], folder: Path) -> dict[s
     """Train a model on one rank and on two from the same weights."""
     arrange({})
     alone = one(**models.MHC)
-    save(alone, folder / "begun")
-    expected = trained(alone)
+    save([alone], folder / "begun")
+    expected = trained([alone])
     arrange(layout)
-    split = two(**models.MHC, **layout)
+    each = layout.get("virtual_pipeline_model_parallel_size")
+    split = [two(stage=n, **models.MHC, **layout) for n in (range(each) if each else [None])]
     load(split, folder / "begun")
     losses = trained(split)
     save(split, folder / "ended")
     arrange({})
     back = one(**models.MHC)
-    load(back, folder / "ended")
+    load([back], folder / "ended")
     pairs = zip(alone.named_parameters(), back.parameters(), strict=True)
     apart = {name: (a - b).abs().max().item() for (name, a), b in pairs}
     return {"expected": expected, "losses": losses, "apart": max(apart.items(), key=lambda x: x[1])}
@@ -179,29 +199,34 @@ def overlapped() -> float:
 def arrange(layout: dict[str, Any]) -> None:
     """Form the groups of a layout."""
     parallel_state.destroy_model_parallel()
-    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-    sizes = {name: layout.get(name, 1) for name in (*names, "expert_model_parallel_size")}
+    sizes = {name: size for name, size in layout.items() if name.endswith("model_parallel_size")}
     parallel_state.initialize_model_parallel(**sizes)
 
 
-def trained(model: Any) -> list[float]:
-    """The losses of a few steps of SGD; every rank reports those of the last stage."""
+def trained(chunks: list[Any]) -> list[float]:
+    """The losses of a few steps of SGD; every rank reports those of the last stage.
+
+    Args:
+        chunks: the model, or the virtual stages of this rank.
+    """
     losses = []
     for _ in range(STEPS):
-        model.zero_grad()
-        losses.append(step(model))
-        whole = SimpleNamespace(
-            ddp_config=SimpleNamespace(use_megatron_fsdp=False),
-            named_parameters=model.named_parameters,
-        )
-        _allreduce_non_tensor_model_parallel_grads(
-            [whole], model.config, parallel_state.get_tensor_model_parallel_group()
-        )
-        _share_gradients(model)
-        with torch.no_grad():
-            for p in model.parameters():
-                if p.grad is not None:
-                    p -= RATE * p.grad
+        for model in chunks:
+            model.zero_grad()
+        losses.append(step(chunks))
+        for model in chunks:
+            whole = SimpleNamespace(
+                ddp_config=SimpleNamespace(use_megatron_fsdp=False),
+                named_parameters=model.named_parameters,
+            )
+            _allreduce_non_tensor_model_parallel_grads(
+                [whole], model.config, parallel_state.get_tensor_model_parallel_group()
+            )
+            _share_gradients(model)
+            with torch.no_grad():
+                for p in model.parameters():
+                    if p.grad is not None:
+                        p -= RATE * p.grad
     return losses
 
 
@@ -215,7 +240,7 @@ def _share_gradients(model: Any) -> None:
             p.grad /= parallel_state.get_expert_model_parallel_world_size()
 
 
-def step(model: Any) -> float:
+def step(chunks: list[Any]) -> float:
     """The loss of two microbatches, whose gradients are left on the parameters."""
     values: list[torch.Tensor] = []
 
@@ -231,8 +256,8 @@ def step(model: Any) -> float:
     with on_cpu():
         get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=iter((1, 2)),
-            model=[model],
+            data_iterator=[iter((1, 2)) for _ in chunks] if chunks[1:] else iter((1, 2)),
+            model=chunks,
             num_microbatches=2,
             seq_length=models.LENGTH,
             micro_batch_size=models.BATCH,
@@ -244,17 +269,23 @@ def step(model: Any) -> float:
     return total.item()
 
 
-def save(model: Any, folder: Path) -> None:
+def save(chunks: list[Any], folder: Path) -> None:
     """Save the weights of a model of any layout."""
     if torch.distributed.get_rank() == 0:
         folder.mkdir(parents=True)
     torch.distributed.barrier()
-    dist_checkpointing.save(model.sharded_state_dict(), str(folder))
+    dist_checkpointing.save(_weights(chunks), str(folder))
 
 
-def load(model: Any, folder: Path) -> None:
+def load(chunks: list[Any], folder: Path) -> None:
     """Load weights that another layout saved."""
-    model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(), str(folder)))
+    loaded = dist_checkpointing.load(_weights(chunks), str(folder))
+    for number, model in enumerate(chunks):
+        model.load_state_dict(loaded[f"model{number}"])
+
+
+def _weights(chunks: list[Any]) -> dict[str, Any]:
+    return {f"model{number}": model.sharded_state_dict() for number, model in enumerate(chunks)}
 
 
 if __name__ == "__main__":
