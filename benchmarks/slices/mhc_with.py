@@ -1,0 +1,159 @@
+"""Hyper-connections with CUDA graphs and FP8, in turns: the same curve, how fast, how much memory?
+
+    python -m benchmarks.slices.mhc_with --site SITE --work SCRATCH --out DIR [--only MODEL,...]
+
+\b
+    gpt      8 layers, C 1024, 4 streams, two micro-batches per step: so small that the host, which
+             launches kernels one by one, sets the pace
+    hybrid   the recipe nam56r_h200_slice_mhc, with graphs of its attention layers
+
+Every run is a process. All runs of a model take turns, the eager one first, and then once more in
+the other order. A run that is in the result is not repeated, and one that fails does not end the
+others. Writes mhc_with_GPU.json and .md.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import click
+
+from benchmarks.harness import results, runs
+from benchmarks.harness.gpu import card
+from benchmarks.harness.results import Places
+from benchmarks.harness.runs import Bench
+from benchmarks.slices.curves import FACTOR, verdict
+from benchmarks.slices.training import GRAPH_POOLS, curve, measured
+from cppmega.recipe import index as recipes_index
+
+_LOCAL, _ENGINE = ("cuda_graph_impl=local",), ("cuda_graph_impl=transformer_engine",)
+_ATTENTION = ("cuda_graph_modules=('attn',)",)
+_FP8 = ("precision=fp8", "fp8_recipe=tensorwise")
+_SMALL = (
+    *("hidden_size=1024", "ffn_hidden_size=4096", "num_attention_heads=16", "seq_length=2048"),
+    *("micro_batch_size=1", "global_batch_size=2"),
+)
+MODELS: dict[str, tuple[str, tuple[str, ...], dict[str, tuple[str, ...]]]] = {
+    "gpt": (
+        "gpt_mhc_h200",
+        _SMALL,
+        {
+            "eager": (),
+            "local graphs of layers": _LOCAL,
+            "local graphs of attention": _LOCAL + _ATTENTION,
+            "Transformer Engine's graphs of layers": _ENGINE,
+            "Transformer Engine's graphs of attention": _ENGINE + _ATTENTION,
+            "FP8, eager": _FP8,
+            "FP8, local graphs of layers": _FP8 + _LOCAL,
+            "FP8, Transformer Engine's graphs of layers": _FP8 + _ENGINE,
+            "FP8, recomputed streams": (*_FP8, "recompute_modules=('mhc',)"),
+        },
+    ),
+    "hybrid": (
+        "nam56r_h200_slice_mhc",
+        (),
+        {
+            "eager": (),
+            "local graphs of attention": _LOCAL + _ATTENTION,
+            "Transformer Engine's graphs of attention": _ENGINE + _ATTENTION,
+            "FP8, eager": _FP8,
+        },
+    ),
+}
+"""Model -> its recipe, what is changed in all runs, and what in each."""
+
+
+def page(result: Mapping[str, Any]) -> str:
+    """Times and memory of the runs of each model, and how far their losses are from the eager."""
+    return results.page(
+        f"# Hyper-connections with CUDA graphs and FP8, {result['date']}",
+        f"Written by `benchmarks/slices/mhc_with.py`. {runs.on(result)} Times are medians after "
+        "the tenth step, in the order of the runs. A curve is within the noise where it is not "
+        f"further from the nearer eager run of its precision than {FACTOR:g} times the difference "
+        "of the two.",
+        *(block for name, model in result["models"].items() for block in _model(name, model)),
+    )
+
+
+def _model(name: str, model: Mapping[str, Any]) -> Iterator[results.Page]:
+    changes = f" ({', '.join(model['changes'])})" if model["changes"] else ""
+    yield f"## {name}: {model['recipe']}{changes}"
+    yield results.table(
+        [
+            *("run", "step, ms", ("of eager", ".3f"), ("peak, GiB", ".2f"), (GRAPH_POOLS, ".2f")),
+            *(("first loss", ".4f"), ("last loss", ".4f")),
+            *("noise of eager runs", "from the nearer one", "verdict"),
+        ],
+        _rows(model["runs"]),
+    )
+
+
+def _rows(every: Mapping[str, list[dict[str, Any]]]) -> Iterator[list[Any]]:
+    eager = every.get("eager", [])
+    for label, of in every.items():
+        reference = every.get("FP8, eager", []) if label.startswith("FP8") else eager
+        found = ["", "", "reference"] if of is reference else ["", "", "no two eager runs"]
+        if of is not reference and len(reference) > 1:
+            curves = [[*curve(run).values()] for run in (of[0], *reference)]
+            found = verdict(curves[0], curves[1:], rounding=0)
+        times = [run["milliseconds"] for run in of]
+        base = sum(run["milliseconds"] for run in eager) / len(eager) if eager else None
+        yield [
+            *(label, ", ".join(f"{time:.1f}" for time in times)),
+            *(base and sum(times) / len(times) / base, of[0]["peak_gib"]),
+            *(of[0].get("graph_pool_gib"), of[0]["first_loss"], of[0]["last_loss"], *found),
+        ]
+
+
+@click.command(help=__doc__)
+@results.places("Prepared dataset [Python's own sources].", required=False)
+@click.option("--only", help="Models, in this order [all].")
+@click.option("--steps", default=20, show_default=True, help="Steps of a run, ten to warm up.")
+@click.option("--turns", default=2, show_default=True, help="Runs of each kind.")
+def main(places: Places, only: str | None, steps: int, turns: int) -> None:
+    places.create()
+    failed = False
+    for name in results.chosen(only, MODELS, "models"):
+        of_recipe, shared, labels = MODELS[name]
+        recipe = recipes_index.load(of_recipe)
+        structured = recipe.structure is not None
+        corpus = places.work / "data" / ("structured" if structured else "corpus")
+        data = places.data or runs.prepare(corpus, places.site, structured)
+        folders = places._replace(data=data)
+        facts = {**runs.header(Bench(recipe, (), *folders, 400.0)), "benchmark": "mhc_with"}
+        del facts["recipe"], facts["changes"], facts["data"]
+        target = f"mhc_with_{card(facts['stack']['gpu'])}"
+        for turn in range(turns):
+            for label in [*labels][:: 1 - 2 * (turn % 2)]:
+                models = results.read(places.out, target).get("models", {})
+                if len(models.get(name, {}).get("runs", {}).get(label, [])) > turn:
+                    continue
+                changes = (*shared, *labels[label], f"train_iters={steps}")
+                changed = recipes_index.with_text(recipe, changes)
+                bench = Bench(changed, changes, *folders, 400.0)
+                file = f"{name}-{label.replace(' ', '-')}-{turn}"
+                try:
+                    rows = runs.trained(bench, file, bench.tree("overlay"))
+                    if rows is None:
+                        raise click.ClickException("it does not fit on this GPU")
+                    found = measured(rows)
+                except click.ClickException as error:
+                    failed = True
+                    print(f"{name}, {label}: {error.message}", file=sys.stderr)
+                    continue
+                with results.changing(places.out, target) as result:
+                    result.update(facts)
+                    made = {"recipe": of_recipe, "changes": [*shared], "runs": {}}
+                    model = result.setdefault("models", {}).setdefault(name, made)
+                    every = model["runs"]
+                    every.setdefault(label, []).append(found)
+                    model["runs"] = {each: every[each] for each in labels if each in every}
+                    (places.out / f"{target}.md").write_text(page(result))
+    print((places.out / f"{target}.md").read_text())
+    sys.exit(int(failed))
+
+
+if __name__ == "__main__":
+    main()
