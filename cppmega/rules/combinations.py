@@ -245,7 +245,6 @@ UNSUPPORTED: Mapping[Part, Mapping[Part | str, str]] = {
         ),
     },
     MIXERS: {
-        CONTEXT_PARALLEL: "A state would miss the tokens of other ranks.",
         FSDP: "It has not been tested with parameters that stay fp32.",
         "--use-mup": "How the mixers' learning rates scale with the width has not been derived.",
         "--init-model-with-meta-device": _NOT_INITIALIZED,

@@ -20,7 +20,7 @@ def _sized(
 
     def asked(run: Any) -> object:
         own = sizes(run.cppmega_variables)
-        return wrong(own, run) and {"sizes": own}
+        return wrong(own, run) and {"sizes": own, "ranks": _ranks(run)}
 
     return asked
 
@@ -32,12 +32,18 @@ def _heads_do_not_divide(sizes: mixers.Mamba3, run: Any) -> bool:
     return bool(sizes.expand * hidden % sizes.head_dim or sizes.heads(hidden) % sizes.groups)
 
 
+def _ranks(run: Any) -> int:
+    """The number of ranks that share out the heads of a layer."""
+    return (run.tensor_model_parallel_size or 1) * (run.context_parallel_size or 1)
+
+
 def _heads_of_m2rnn_not_shared(run: Any) -> object:
-    sizes, ranks = mixers.m2rnn(run.cppmega_variables), run.tensor_model_parallel_size or 1
+    sizes, ranks = mixers.m2rnn(run.cppmega_variables), _ranks(run)
     if sizes is None or run.hidden_size is None:
         return False
     heads = sizes.heads(run.hidden_size)
-    return (sizes.key_dim % ranks or 0 < heads < ranks) and {"sizes": sizes, "heads": heads}
+    wrong = sizes.key_dim % (run.tensor_model_parallel_size or 1) or 0 < heads < ranks
+    return wrong and {"sizes": sizes, "heads": heads, "ranks": ranks}
 
 
 def _other_definition(run: Any) -> object:
@@ -59,13 +65,11 @@ _TABLE: Table = {
             "Every group of keys and queries serves the same number of heads.",
             "another head_dim, expand or groups in the recipe's field mamba3",
         ),
-        "{sizes.groups} groups of Mamba-3 cannot be split over {tensor_model_parallel_size} "
-        "tensor-parallel ranks.": (
-            _sized(
-                mixers.mamba3, lambda own, run: own.groups % (run.tensor_model_parallel_size or 1)
-            ),
-            "A rank holds complete groups, with the heads that they serve.",
-            "a tensor_model_parallel_size that divides the groups",
+        "{sizes.groups} groups of Mamba-3 cannot be split over {ranks} tensor- and "
+        "context-parallel ranks.": (
+            _sized(mixers.mamba3, lambda own, run: own.groups % _ranks(run)),
+            "A rank computes complete groups, with the heads that they serve.",
+            "ranks whose number divides the groups",
         ),
     },
     M2RNN: {
@@ -77,11 +81,11 @@ _TABLE: Table = {
             "The mixer would have no head.",
             "a smaller key_dim or value_dim in the recipe's field m2rnn",
         ),
-        "{heads} heads of M2RNN and a key of {sizes.key_dim} cannot be split over "
-        "{tensor_model_parallel_size} tensor-parallel ranks.": (
+        "{heads} heads of M2RNN and a key of {sizes.key_dim} cannot be split over {ranks} tensor- "
+        "and context-parallel ranks.": (
             _heads_of_m2rnn_not_shared,
-            "Every rank has at least one head, and an equal part of the key.",
-            "a tensor_model_parallel_size that divides key_dim and is at most the heads",
+            "Every rank has a head, and every tensor-parallel rank an equal part of the key.",
+            "a tensor_model_parallel_size that divides key_dim, and not more ranks than heads",
         ),
     },
     MAMBA3.name: {

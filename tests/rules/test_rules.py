@@ -41,7 +41,7 @@ def broken(
         (
             {"hidden_size": 160, "tensor_model_parallel_size": 4},
             MATRIX,
-            "2 heads of M2RNN and a key of 64 cannot be split over 4 tensor-parallel ranks",
+            "2 heads of M2RNN and a key of 64 cannot be split over 4 tensor-",
         ),
         (STREAMS | {"mhc_num_residual_streams": 0}, {}, "--mhc-num-residual-streams is 0"),
         (STREAMS | {"mhc_sinkhorn_iterations": 0}, {}, "--mhc-sinkhorn-iterations is 0"),

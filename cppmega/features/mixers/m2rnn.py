@@ -15,7 +15,8 @@ no projection has a bias.
 Tensor-parallel ranks share out the value heads, the first of them taking one more where the number
 of heads is not a multiple of theirs, and the channels of query and key, which they gather after the
 convolution. The norm sums the squares of all ranks. A distributed checkpoint has the tensors of a
-single rank, whatever the number of ranks.
+single rank, whatever the number of ranks. Context-parallel ranks share out the heads in the same
+way for the convolution and the recurrence, each over the complete sequence.
 
 In the backward, the gradient of every step's state is clipped to `gradient_clipping`, 1 in all of
 the authors' configurations: `cppmega.ops.m2rnn.naive` defines it. The bound is on gradients of
@@ -48,6 +49,7 @@ from cppmega.features.arrived import arrived
 from cppmega.features.kept_fp32 import keep_fp32
 from cppmega.features.mixers.bf16_products import bf16_products, bf16_weights
 from cppmega.features.mixers.calls import boundaries, projections, refuse_inference
+from cppmega.features.mixers.sequences import Exchange
 from cppmega.features.mixers.shares import Runs, share
 from cppmega.ops.m2rnn import document_bounds, m2rnn
 from cppmega.ops.packed_conv import packed_conv
@@ -90,7 +92,8 @@ class M2RNNMixer(MegatronModule):  # type: ignore[misc]
     ) -> None:
         super().__init__(config)
         check_model(config, combinations.MIXERS, combinations.M2RNN, combinations.CLIPPED_M2RNN)
-        self.layer_number, self.tp_group = layer_number, pg_collection.tp
+        self.layer_number = layer_number
+        self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         self.gradient_clipping, self.value_dim = sizes.gradient_clipping, sizes.value_dim
         ranks, rank = self.tp_group.size(), self.tp_group.rank()
         heads, keys = sizes.heads(d_model), sizes.key_dim
@@ -172,30 +175,79 @@ class M2RNNMixer(MegatronModule):  # type: ignore[misc]
         refuse_inference(inference_context, inference_params)
         with bf16_products(self.config):
             projected, _ = self.in_proj(hidden_states)
-        s, b, _ = projected.shape
-        cumulative = boundaries(packed_seq_params)
-        bounds = None if cumulative is None else document_bounds(cumulative, s)
         widths = (self.convolved, self.heads, self.width)
         x, decay, gate, _ = projected.split((*widths, projected.size(-1) - sum(widths)), dim=-1)
-        conv = arrived(self.conv1d)
-        assert conv.bias is not None
-        x = packed_conv(x, conv.weight.squeeze(1), conv.bias, bounds)
-        keys, v = x.split([2 * self.key_dim, self.width], dim=-1)
-        q, k = self._keys_of_all_ranks(keys)
-        y = m2rnn(
-            q,
-            k,
-            v.view(s, b, self.heads, self.value_dim),
-            self.transition,
-            -self.A_log.exp() * softplus(decay.float() + self.dt_bias),
-            bounds,
-            self.gradient_clipping,
-        )
-        gated = (y.flatten(-2).float() + self.D * v.float()) * silu(gate.float())
+        if self.cp_group.size() == 1:
+            values = self._values(x, decay, slice(0, self.heads), boundaries(packed_seq_params))
+        else:
+            values = self._values_of_parts(x, decay, boundaries(packed_seq_params))
+        gated = values * silu(gate.float())
         normed = self._normed(gated)
         with bf16_products(self.config):
             out, _ = self.out_proj(normed.to(hidden_states.dtype))
         return out, None
+
+    def _values_of_parts(self, x: Tensor, decay: Tensor, cumulative: Tensor | None) -> Tensor:
+        """Compute `_values` of this rank's part of a sequence, whose heads ranks share out."""
+        group, keys = self.cp_group, 2 * self.key_dim
+        exchange = Exchange.of(group, len(x), cumulative, x.device)
+        shares = [share(self.heads, group.size(), rank) for rank in range(group.size())]
+        pieces = [
+            torch.cat((x[..., :keys], x[..., keys:][..., self._channels(own)], decay[..., own]), -1)
+            for own in shares
+        ]
+        own = shares[group.rank()]
+        heads = own.stop - own.start
+        sequence = exchange.sequence(pieces)
+        x, decay = sequence.split([keys + heads * self.value_dim, heads], dim=-1)
+        values = self._values(x, decay, own, cumulative)
+        widths = [(each.stop - each.start) * self.value_dim for each in shares]
+        return exchange.pieces(values, widths)
+
+    def _channels(self, heads: slice) -> slice:
+        return slice(self.value_dim * heads.start, self.value_dim * heads.stop)
+
+    def _values(self, x: Tensor, decay: Tensor, own: slice, cumulative: Tensor | None) -> Tensor:
+        """Convolve, and compute the recurrence of complete sequences.
+
+        Args:
+            x: `[s, b, channels]`, the queries, the keys, and the values of these heads.
+            decay: `[s, b, heads]`.
+            own: the heads.
+            cumulative: where documents begin, and where the last one ends; None if not packed.
+
+        Returns:
+            `[s, b, values]` in fp32, with the values that D adds.
+        """
+        s, b, heads = decay.shape
+        bounds = None if cumulative is None else document_bounds(cumulative, s)
+        keys, channels = 2 * self.key_dim, self._channels(own)
+        conv = arrived(self.conv1d)
+        assert conv.bias is not None
+        weight, bias = conv.weight.squeeze(1), conv.bias
+        transition: Tensor
+        a_log: Tensor
+        dt_bias: Tensor
+        d: Tensor
+        transition, a_log, dt_bias, d = self.transition, self.A_log, self.dt_bias, self.D
+        if heads < self.heads:
+            weight, bias = (torch.cat((w[:keys], w[keys:][channels])) for w in (weight, bias))
+            transition, a_log, dt_bias = transition[own], a_log[own], dt_bias[own]
+            d = d[channels]
+        x = packed_conv(x, weight, bias, bounds)
+        shared, v = x.split([keys, heads * self.value_dim], dim=-1)
+        q, k = self._keys_of_all_ranks(shared)
+        y = m2rnn(
+            q,
+            k,
+            v.view(s, b, heads, self.value_dim),
+            transition,
+            -a_log.exp() * softplus(decay.float() + dt_bias),
+            bounds,
+            self.gradient_clipping,
+        )
+        values: Tensor = y.flatten(-2).float() + d * v.float()
+        return values
 
     def _keys_of_all_ranks(self, own: Tensor) -> tuple[Tensor, Tensor]:
         """The query and the key, from this rank's channels of them; gradients are summed."""

@@ -3,6 +3,7 @@
 `cppmega.ops.mamba3.naive` defines the computation. Heads, and the groups of keys and queries
 that serve them, are sharded over tensor-parallel ranks; the angles, which all heads share, and the
 norms of keys and queries are replicated, and their gradients are summed over the ranks' heads.
+Context-parallel ranks share out a rank's heads and groups once more, each for complete sequences.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch.nn import functional
 
 from cppmega.features.kept_fp32 import keep_fp32
 from cppmega.features.mixers.calls import boundaries, projections, refuse_inference
+from cppmega.features.mixers.sequences import Exchange
 from cppmega.ops import mamba3
 from cppmega.ops.pointwise.split_columns import split_columns
 from cppmega.rules import check_model, combinations
@@ -73,7 +75,7 @@ class Mamba3Mixer(MegatronModule):  # type: ignore[misc]
         check_model(config, combinations.MIXERS, combinations.MAMBA3)
         self.sizes = sizes
         self.layer_number = layer_number
-        self.tp_group = pg_collection.tp
+        self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         ranks = self.tp_group.size()
         heads, groups = sizes.heads(d_model), sizes.groups
         inner, states = heads * sizes.head_dim, groups * sizes.rank * sizes.state_dim
@@ -151,30 +153,60 @@ class Mamba3Mixer(MegatronModule):  # type: ignore[misc]
         """
         refuse_inference(inference_context, inference_params)
         projected, _ = self.in_proj(hidden_states)
+        angles, cumulative = self._angles(hidden_states), boundaries(packed_seq_params)
+        if self.cp_group.size() == 1:
+            mixed = self._mixed(projected, angles, cumulative)
+        else:
+            mixed = self._mixed_of_parts(projected, angles, cumulative)
+        out: tuple[Tensor, Tensor | None] = self.out_proj(mixed)
+        return out
+
+    def _mixed_of_parts(
+        self, projected: Tensor, angles: Tensor, cumulative: Tensor | None
+    ) -> Tensor:
+        """Compute `_mixed` of this rank's part of a sequence, whose heads ranks share out."""
+        ranks = self.cp_group.size()
+        exchange = Exchange.of(self.cp_group, len(projected), cumulative, projected.device)
+        parts = [part.chunk(ranks, -1) for part in projected.split(self.widths, -1)]
+        pieces = [torch.cat((*own, angles), -1) for own in zip(*parts, strict=True)]
+        sequence, own = exchange.sequence(pieces), sum(self.widths) // ranks
+        mixed = self._mixed(sequence[..., :own], sequence[..., own:], cumulative)
+        return exchange.pieces(mixed, [self.widths[0] // ranks] * ranks)
+
+    def _mixed(self, projected: Tensor, angles: Tensor, cumulative: Tensor | None) -> Tensor:
+        """Compute complete sequences of this rank's heads, before the last projection.
+
+        Args:
+            projected: `[s, b, channels]`.
+            angles: `[s, b, k]`.
+            cumulative: where documents begin, and where the last one ends; None if not packed.
+
+        Returns:
+            `[s, b, inner]`.
+        """
+        ranks = self.cp_group.size()
         z, x, keys, queries, dt, decay, trap = (
-            part.transpose(0, 1) for part in split_columns(projected, self.widths)
+            part.transpose(0, 1)
+            for part in split_columns(projected, [width // ranks for width in self.widths])
         )
-        states = (self.groups, self.sizes.rank, self.sizes.state_dim)
-        of_heads = (self.heads, self.sizes.head_dim)
+        states = (self.groups // ranks, self.sizes.rank, self.sizes.state_dim)
+        of_heads = (self.heads // ranks, self.sizes.head_dim)
         inputs = mamba3.Inputs(
             torch.unflatten(z, -1, of_heads),
             torch.unflatten(x, -1, of_heads),
             torch.unflatten(keys, -1, states),
             torch.unflatten(queries, -1, states),
             *(dt, decay, trap),
-            self._angles(hidden_states).transpose(0, 1),
+            angles.transpose(0, 1),
         )
         mixed = mamba3.mixed(
             inputs,
             self._parameters_of_heads(),
             self.sizes.definition,
-            boundaries(packed_seq_params),
+            cumulative,
             self.sizes.chunk,
         )
-        out: tuple[Tensor, Tensor | None] = self.out_proj(
-            mixed.flatten(-2).transpose(0, 1).contiguous()
-        )
-        return out
+        return mixed.flatten(-2).transpose(0, 1).contiguous()
 
     def _angles(self, hidden_states: Tensor) -> Tensor:
         """`[s, b, k]` of the full sequence; the gradient is the sum over the ranks' heads."""
@@ -195,18 +227,16 @@ class Mamba3Mixer(MegatronModule):  # type: ignore[misc]
         return same
 
     def _parameters_of_heads(self) -> mamba3.Parameters:
-        return mamba3.Parameters(
-            self.dt_bias,
-            self.D,
-            self.B_bias,
-            self.C_bias,
-            self._summed(self.B_norm),
-            self._summed(self.C_norm),
-            getattr(self, "rank_x", None),
-            getattr(self, "rank_z", None),
-            getattr(self, "rank_out", None),
-            getattr(self, "out_norm", None),
-        )
+        """Those of the heads that this rank computes."""
+        ranks, rank = self.cp_group.size(), self.cp_group.rank()
+
+        def own(name: str) -> Any:
+            value: Tensor | None = getattr(self, name, None)
+            return value if value is None or ranks == 1 else value.chunk(ranks)[rank]
+
+        first = [own(name) for name in OF_HEADS[:4]]
+        norms = [self._summed(self.B_norm), self._summed(self.C_norm)]
+        return mamba3.Parameters._make(first + norms + [own(name) for name in OF_HEADS[4:]])
 
     def sharded_state_dict(
         self,

@@ -38,7 +38,7 @@ def mixer(hidden=42, key=5, value=3, seed=1, columns=ColumnParallelLinear, sizes
     )
     torch.manual_seed(seed)
     linear = MambaMixerSubmodules(columns, RowParallelLinear)
-    groups = ProcessGroupCollection.use_mpu_process_groups(["tp"])
+    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
     return M2RNNMixer(config, linear, sizes or M2RNN(key, value), hidden, 1, groups)
 
 

@@ -55,32 +55,47 @@ def of_mixers(setting: Configuration, work: Callable[..., Any], *given: Any) -> 
 
 
 def in_fp32(setting: Configuration, seed: int = 1) -> training.Run:
-    """A model that layouts can be compared by."""
-    with mock.patch.object(models, "configured", without_dropout):
+    """A model that layouts can be compared by; Megatron's mean of a loss depends on them."""
+
+    def configured(setting: Configuration) -> Any:
+        made = without_dropout(setting)
+        made.calculate_per_token_loss = True
+        return made
+
+    with mock.patch.object(models, "configured", configured):
         return training.Run(setting, seed)
+
+
+def _summed(batch: Batch, per_token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
+    total = (per_token.float() * batch.loss_mask).sum()
+    return total, batch.loss_mask.sum().int(), float(total.detach())
 
 
 def trained(setting: Configuration, *given: Any) -> tuple[Any, ...]:
     """What `forked_ranks.trained` returns of a model that layouts can be compared by."""
-    return forked_ranks.trained(in_fp32, setting, *given)
+    with mock.patch.object(training, "_loss", _summed):
+        return forked_ranks.trained(in_fp32, setting, *given)
 
 
 def check_layouts_train_as_one_rank(folder: Path) -> None:
     """From the checkpoint of one rank, to which the checkpoint of each is equal."""
     tensor = replace(HYBRID, tensor=2), replace(HYBRID, tensor=2, sequence_parallel=True)
     others = replace(HYBRID, pipeline=2), replace(HYBRID, recompute="uniform")
+    context = replace(HYBRID, context=2)
+    packed = replace(HYBRID, packing="padded")
     runs = (
-        ({}, tensor),
-        ({"CPPMEGA_MAMBA3": environment_sizes.text(SISO)}, tensor),
-        (WITH_M2RNN, (*tensor, *others)),
+        ({}, HYBRID, tensor),
+        ({"CPPMEGA_MAMBA3": environment_sizes.text(SISO)}, HYBRID, tensor),
+        (WITH_M2RNN, HYBRID, (*tensor, *others, context)),
+        (WITH_M2RNN, packed, (replace(packed, context=2),)),
     )
-    for number, (changed, layouts) in enumerate(runs):
+    for number, (changed, single, layouts) in enumerate(runs):
         with with_them(**changed):
             saved = folder / f"one{number}"
-            ((_, _, still),) = on_ranks(folder, HYBRID, _trained, range(1, 3), None, saved)
+            ((_, _, still),) = on_ranks(folder, single, _trained, range(1, 3), None, saved)
             assert not still, f"no gradient in the second step: {still}"
             reference = folder / f"reference{number}"
-            one = on_ranks(folder, HYBRID, _trained, range(3, 5), saved, reference)
+            one = on_ranks(folder, single, _trained, range(3, 5), saved, reference)
             for at, layout in enumerate(layouts):
                 after = folder / f"after{number}{at}"
                 many = on_ranks(folder, layout, _trained, range(3, 5), saved, after)
@@ -200,7 +215,9 @@ def check_what_is_refused_when_a_model_is_built(folder: Path) -> None:
     with with_them(CPPMEGA_MAMBA3="{"):
         assert on_ranks(folder, plain, built) == ["sizes-misstated"]
     with with_them():
-        assert set(on_ranks(folder, replace(plain, context=2), built)) == {"unsupported"}
+        assert set(on_ranks(folder, replace(plain, tensor=2, context=2), built)) == {
+            "arguments-invalid"
+        }
         assert on_ranks(folder, plain, _called_to_infer) == ["no-inference"]
 
 

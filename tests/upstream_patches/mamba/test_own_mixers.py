@@ -10,7 +10,10 @@ import pytest
 from tests.support import in_a_tree, patched, pristine
 
 VERSION = "0.19.2"
-PAGES = ("own_mixers", "float16_keep_fp32", "fully_reshardable_bucket_padding")
+PAGES = (
+    *("own_mixers", "float16_keep_fp32", "fully_reshardable_bucket_padding"),
+    *("mtp_roll_packed_sequences", "mtp_per_token_counts"),
+)
 CHECKS = (
     "check_layouts_train_as_one_rank",
     "check_small_parameters_stay_fp32_and_resume_to_the_bit",
