@@ -134,6 +134,11 @@ EXPERT_GRAPHS = Part(
     ),
     "name other parts of layers than moe, moe_router and moe_preprocess in --cuda-graph-modules",
 )
+GRAPHS_WITH_DROPOUT = Part(
+    "--cuda-graph-impl {} with --hidden-dropout",
+    lambda run: run.hidden_dropout and _graphs("local", "transformer_engine")(run),
+    "--hidden-dropout 0",
+)
 GRAPHS_OF_RECOMPUTED_STREAMS = Part(
     "--cuda-graph-impl {} with --recompute-modules mhc",
     lambda run: recomputes(run, "mhc") and _graphs("local", "transformer_engine")(run),
@@ -224,6 +229,7 @@ UNSUPPORTED: Mapping[Part, Mapping[Part | str, str]] = {
         "--init-model-with-meta-device": "The mapping is initialized when the module is built.",
         WHOLE_STEP_GRAPHS: "It has not been tested.",
         EXPERT_GRAPHS: "A site would begin in the graph of the router and end outside of it.",
+        GRAPHS_WITH_DROPOUT: "No graph can repeat its random numbers in the backward pass.",
         GRAPHS_OF_RECOMPUTED_STREAMS: (
             "What has to be recomputed is noted for each microbatch by code that no graph replays."
         ),

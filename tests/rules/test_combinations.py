@@ -55,6 +55,7 @@ OPTIONS: dict[Part | str, dict[str, Any]] = {
         **{"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn", "moe_router"]},
         "num_experts": 8,
     },
+    c.GRAPHS_WITH_DROPOUT: {"cuda_graph_impl": "local", "hidden_dropout": 0.1},
     c.GRAPHS_OF_RECOMPUTED_STREAMS: {
         **{"cuda_graph_impl": "local", "recompute_granularity": "selective"},
         "recompute_modules": ["mhc"],
