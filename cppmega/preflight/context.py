@@ -180,6 +180,7 @@ class Context:
             world=line.world if line is not None else None,
             only_parses=self.only_parses,
             arguments_from=self.arguments_from,
+            respells=self.recipe is None and self.allows_unknown,
         )
         environ = {**(line.environment if line is not None else {}), **self.environ}
         allocator.set_in(environ)  # as cppmega.run does: Megatron's validation reads it

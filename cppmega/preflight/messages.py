@@ -34,6 +34,8 @@ class RankOrder(Order, frozen=True, kw_only=True):
     """Whether nothing is compared with what was applied."""
     arguments_from: tuple[str, ...] = ()
     """Modules that are imported before Megatron's parser is built: `MODULE`, `MODULE:FUNCTION`."""
+    respells: bool = False
+    """Whether a script's own parser may spell Megatron's arguments as fields: see `respelled`."""
 
 
 class ParsedLine(Struct, frozen=True, kw_only=True):
@@ -45,6 +47,8 @@ class ParsedLine(Struct, frozen=True, kw_only=True):
     """Words that the parser does not know -> the nearest argument that it has, or an empty word."""
     args: Mapping[str, Any] = {}
     """Name -> value, before validation; empty where the parser refuses the line."""
+    respelled: tuple[str, ...] = ()
+    """Options that were read as the arguments of Megatron that they name as fields."""
     added: tuple[str, ...] = ()
     """Names in args that are not Megatron's own."""
     invalid: str = ""

@@ -145,6 +145,15 @@ CASES = {
         None, (*RAW, MOCK, "--save-interval", "5"), {"allows_unknown": True}
     ),
     "of any script that sets more": Case(None, (*MORE, *BF16), {"allows_unknown": True}),
+    "of fields": Case(
+        None,
+        (
+            *("--" + word[2:].replace("-", "_") if word.startswith("--") else word for word in RAW),
+            *("--bf16", "true", "--mock_data", "true", "--packing", "true", "--lora_rank", "8"),
+            *("--no_rope_fusion", "true", "--finetune", "false", "--window_size", "None"),
+        ),
+        {"allows_unknown": True},
+    ),
     "of a checkpoint": Case(None, (*RAW[2:], *BF16, "--use-checkpoint-args", "--load", "there")),
     **{name: Case(recipes_index.load(name), (MOCK,)) for name in WHOLE},
     **{name: Case(None, (*RAW, *BF16, *word.split(" "))) for name, (word, _) in BAD_VALUES.items()},
@@ -166,11 +175,12 @@ from cppmega.preflight.messages import RankOrder
 from cppmega.preflight.workers.line import parse
 with contextlib.redirect_stdout(sys.stderr):
     found = {}
-    for name, (argv, world, environment, added) in json.loads(os.environ["CASES"]).items():
+    for name, (argv, world, environment, *more) in json.loads(os.environ["CASES"]).items():
         os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
         os.environ.update(environment)
         allocator.set_in(os.environ)
-        order = RankOrder(root="", expected="", argv=argv, world=world, arguments_from=added)
+        more = dict(zip(("arguments_from", "respells"), more))
+        order = RankOrder(root="", expected="", argv=argv, world=world, **more)
         found[name] = msgspec.to_builtins(parse(order))
 print("ANSWER" + json.dumps(found))
 """
@@ -196,11 +206,12 @@ PLANNED: dict[tuple[object, ...], Context] = {}
 def parsed() -> dict[str, ParsedLine]:
     """What the parser of 0.19.2 makes of each line, all in one process."""
     lines = {name: context(name).launch_line for name in CASES}
-    order = {
-        name: [line.argv, line.world, line.environment, CASES[name].more.get("arguments_from", ())]
-        for name, line in lines.items()
-    }
-    order["connections"] = [*order["tensor parallel"][:2], {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, ()]
+    order = {}
+    for name, line in lines.items():
+        more = CASES[name].more
+        added, respells = more.get("arguments_from", ()), more.get("allows_unknown", False)
+        order[name] = [line.argv, line.world, line.environment, added, respells]
+    order["connections"] = [*order["tensor parallel"][:2], {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}]
     done = python(patched("0.19.2"), PARSE, env={"CASES": json.dumps(order)})
     assert "ANSWER" in done.stdout, done.stderr[-3000:]
     found = json.loads(done.stdout.partition("ANSWER")[2])
@@ -263,6 +274,15 @@ def test_arguments_that_a_script_adds(line: Any) -> None:
     for name in ("of a script", "of any script", "of this script"):
         holds("line_parses", line(name))
     says_nothing("unknown_arguments", line("text for a number"))
+
+
+def test_fields_that_are_megatrons_arguments_are_inspected(line: Any) -> None:
+    (left,) = preflight.answers("unknown_arguments", line("of fields"))
+    unknown, _, own = left.what.partition("; read as Megatron's own: ")
+    assert all(words in unknown for words in ("--packing true", "--lora_rank 8", "--window_size"))
+    assert {"--micro_batch_size", "--bf16", "--no_rope_fusion", "--finetune"} <= {*own.split(", ")}
+    holds("line_parses", line("of fields"))
+    assert "MOCK" in holds("rules", line("of fields"))
 
 
 def test_values_that_a_script_sets_later(line: Any) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from cppmega.errors import CppmegaError
 from cppmega.host import redact
-from cppmega.preflight.workers.line import Added, _fewest_ranks
+from cppmega.preflight.workers.line import Added, _fewest_ranks, respelled
 
 HERE = "tests.preflight.script_arguments"
 
@@ -73,6 +73,31 @@ def test_words_that_no_argument_explains() -> None:
     }
     assert found.unknown(["--lr", "-1"]) == {}
     assert Added(()).unknown(["--anything"]) == {}  # Megatron's `parse_args` was replaced
+
+
+@pytest.mark.parametrize(
+    ("line", "read", "changed"),
+    [
+        ("--micro_batch_size 2 --lr 1e-4", "--micro-batch-size 2 --lr 1e-4", "--micro_batch_size"),
+        ("--micro_batch_size=2", "--micro-batch-size 2", "--micro_batch_size"),
+        ("--finetune true --epochs 1", "--finetune --epochs 1", "--finetune"),
+        ("--no_save_optim true", "--no-save-optim", "--no_save_optim"),
+        ("--finetune false --lr=1", "--lr=1", "--finetune"),
+        ("--finetune --micro-batch-size 2", "--finetune --micro-batch-size 2", ""),
+        ("--micro_batch_size None", "--micro_batch_size None", ""),
+        ("--finetune yes", "--finetune yes", ""),
+        ("--num_epochs 1 train.lr=1 -tp 2 -- x", "--num_epochs 1 train.lr=1 -tp 2 -- x", ""),
+    ],
+)
+def test_fields_are_read_as_the_arguments_that_they_name(
+    line: str, read: str, changed: str
+) -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--lr", type=float)
+    parser.add_argument("--micro-batch-size", type=int)
+    parser.add_argument("--finetune", action="store_true")
+    parser.add_argument("--no-save-optim", action="store_true")
+    assert respelled(line.split(), parser) == (read.split(), tuple(changed.split()))
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ def check(context: Context) -> str:
     if parsed.refused:
         raise NotApplicable("the parser refuses the line before it has read all of it")
     added = f", {len(parsed.added)} from the script" if parsed.added else ""
+    if parsed.respelled:
+        added += f"; read as Megatron's own: {', '.join(parsed.respelled)}"
     if not parsed.unknown:
         return f"megatron-core {version} knows every argument{added}"
     listed = ", ".join(
@@ -27,7 +29,7 @@ def check(context: Context) -> str:
         for words, near in parsed.unknown.items()
     )
     if context.allows_unknown:
-        return Remark(f"left to the script, and inspected by no check: {listed}")
+        return Remark(f"left to the script, and inspected by no check: {listed}{added}")
     raise CppmegaError(
         "argument-refused",
         f"megatron-core {version} has no such argument{added}: {listed}.",

@@ -39,7 +39,7 @@ def parse(order: RankOrder) -> ParsedLine:
     argv = list(order.argv or ())
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(order.world or 1))
     sys.argv = ["train", *argv]
-    added = Added(order.arguments_from)
+    added = Added(order.arguments_from, order.respells)
     args, reason = parsing.parsed(
         lambda: arguments.parse_args(added.provide, ignore_unknown_args=True)
     )
@@ -52,19 +52,31 @@ def parse(order: RankOrder) -> ParsedLine:
         args.world_size = _fewest_ranks(args)
     invalid, unset = _invalid(arguments, args)
     return ParsedLine(
-        unknown=added.unknown(argv), args=plain, added=added.names, invalid=invalid, unset=unset
+        unknown=added.unknown(sys.argv[1:]),
+        args=plain,
+        respelled=added.respelled,
+        added=added.names,
+        invalid=invalid,
+        unset=unset,
     )
 
 
 class Added:
     """The arguments that a script adds to Megatron's, and the parser that has them all."""
 
-    def __init__(self, sources: Sequence[str]) -> None:
+    def __init__(self, sources: Sequence[str], respells: bool = False) -> None:
         """Import what adds arguments: `MODULE`, `MODULE:FUNCTION` or `MODULE:FACTORY()`.
+
+        Args:
+            sources: what to import.
+            respells: whether the line's options may be spelled as fields; see `respelled`.
 
         Raises:
             CppmegaError: `import-failed`.
         """
+        self._respells = respells
+        self.respelled: tuple[str, ...] = ()
+        """The options of the line that were spelled as fields."""
         self._parser: argparse.ArgumentParser | None = None
         self._providers: dict[str, Callable[[argparse.ArgumentParser], Any]] = {}
         self.names: tuple[str, ...] = ()
@@ -87,6 +99,9 @@ class Added:
             {action.dest: "" for action in parser._actions if action.dest not in own}
         )
         self._parser = parser
+        if self._respells:
+            argv, self.respelled = respelled(sys.argv[1:], parser)
+            sys.argv[1:] = argv
         return parser
 
     def unknown(self, argv: Sequence[str]) -> dict[str, str]:
@@ -99,6 +114,45 @@ class Added:
             shlex.join(option.words): next(iter(closest(option.name, known)), "")
             for option in command_words.read(words)
         }
+
+
+def respelled(
+    words: Sequence[str], parser: argparse.ArgumentParser
+) -> tuple[list[str], tuple[str, ...]]:
+    """A line whose options are the fields of a dataclass, in the spelling of Megatron's parser.
+
+    Parsers that are made of dataclasses, such as ms-swift's, take `--micro_batch_size 2` and
+    `--finetune true`. An option that Megatron lacks, or has without this value, stays as it is.
+
+    Returns:
+        The line, and the options that were spelled in this way.
+    """
+    line: list[str] = []
+    changed = []
+    for option in command_words.read(words):
+        name = option.name.replace("_", "-")
+        action = parser._option_string_actions.get(name)
+        is_switch = action is not None and action.nargs == 0
+        if action is None or (name == option.name and not is_switch):
+            line += option.words
+            continue
+        given = [name, *option.values]
+        if is_switch and option.values in (("true",), ("false",)):
+            given = [name] if option.values == ("true",) else []
+        if _is_parsed(given, parser):
+            line += given
+            changed += [option.name] if given != list(option.words) else []
+        else:
+            line += option.words
+    return line, tuple(changed)
+
+
+def _is_parsed(words: list[str], parser: argparse.ArgumentParser) -> bool:
+    with contextlib.redirect_stderr(io.StringIO()):
+        try:
+            return not parser.parse_known_args(words)[1]
+        except SystemExit:
+            return False
 
 
 @contextlib.contextmanager
