@@ -222,7 +222,6 @@ _NOT_INITIALIZED = "Their weights would not be initialized."
 
 UNSUPPORTED: Mapping[Part, Mapping[Part | str, str]] = {
     MHC: {
-        CONTEXT_PARALLEL: "Sequences that are split over ranks have not been tested.",
         "--use-torch-fsdp2": "It shards one type of parameters; the mapping's stay fp32.",
         "--use-megatron-fsdp": "Parameters that stay fp32 in a bf16 model are untested.",
         "--use-precision-aware-optimizer": "It never updates its copy of an fp32 parameter.",

@@ -193,7 +193,6 @@ def test_a_rule_about_arguments_has_its_own_name(name: str, changes: dict[str, o
         ),
         ({"recompute_modules": ("mhc", "mlp")}, (), "--recompute-modules mhc mlp"),
         ({}, ("--fp32-residual-connection",), "--fp32-residual-connection"),
-        ({}, ("--context-parallel-size=2",), "--context-parallel-size"),
     ],
 )
 def test_what_hyper_connections_do_not_support_is_refused(
@@ -203,7 +202,6 @@ def test_what_hyper_connections_do_not_support_is_refused(
     with pytest.raises(CppmegaError) as caught:
         streams.with_(**changes).plus(*added)
     assert caught.value.name == "unsupported" and said in caught.value.what
-    assert streams.plus("--context-parallel-size", "1")
 
 
 @pytest.mark.parametrize(

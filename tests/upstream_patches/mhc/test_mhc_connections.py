@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import patched, pristine, python
+from tests.support import in_a_tree, patched, pristine, python
 
 PAGES = ("mhc_connections", "float16_keep_fp32")
 N, C = 4, 16
@@ -216,3 +216,11 @@ def test_every_layout_trains_as_one_rank_from_one_checkpoint(tmp_path: Path) -> 
         assert case["apart"][1] < 1e-6, (name, case["apart"])
     assert (resumed["mapping"], resumed["others"]) == (["torch.float32"], ["torch.bfloat16"])
     assert resumed["unrounded"] and resumed["as if never stopped"]
+
+
+@pytest.mark.slow
+def test_parts_of_sequences_train_as_one_rank() -> None:
+    root = patched("0.19.2", *PAGES, "mtp_roll_packed_sequences")
+    check = "check_parts_of_sequences_train_as_one_rank"
+    answers = in_a_tree.asked(root, "upstream_patches.mhc.context_ranks", [check])
+    assert answers[check] is None, answers[check]
