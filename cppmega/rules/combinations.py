@@ -262,7 +262,6 @@ UNSUPPORTED: Mapping[Part, Mapping[Part | str, str]] = {
     },
     CLIPPED_M2RNN: {FP16: "Gradients times the scale of the loss would be clipped."},
     EMBEDDINGS: {
-        CONTEXT_PARALLEL: "An n-gram would miss the tokens of other ranks.",
         FSDP: "The copy of the MTP stage would get a part of the gradient of another part.",
         "--use-mup": "How their learning rates scale with the width has not been derived.",
         EXPERT_OVERLAP: "Its schedule calls the MTP depths without their tokens' context.",

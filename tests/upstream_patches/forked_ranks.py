@@ -28,6 +28,7 @@ from cppmega.errors import CppmegaError
 from cppmega.host import process
 from cppmega.proof.cpu_shims import keep_saves_here
 from tests.configurations import models, stand_ins
+from tests.configurations.batches import Batch
 from tests.configurations.settings import Configuration
 from tests.upstream_patches.optimizer.distributed_optimizer import on_cpu
 
@@ -88,6 +89,19 @@ def without_dropout(setting: Configuration) -> Any:
     made = configured_with_dropout(replace(setting, optimizer="float32"))
     made.hidden_dropout = 0.0
     return made
+
+
+def comparable(setting: Configuration) -> Any:
+    """As `without_dropout`, with the loss of `summed`: a mean of means depends on the layout."""
+    made = without_dropout(setting)
+    made.calculate_per_token_loss = True
+    return made
+
+
+def summed(batch: Batch, per_token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """The loss of a micro-batch under `--calculate-per-token-loss`."""
+    total = (per_token.float() * batch.loss_mask).sum()
+    return total, batch.loss_mask.sum().int(), float(total.detach())
 
 
 def trained(

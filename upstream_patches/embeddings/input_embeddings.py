@@ -10,10 +10,10 @@ What: `LanguageModelEmbedding` holds the modules that `cppmega.features.embeddin
     the structure ids to the tokens with `cppmega.features.embeddings.layer.feeding`; a model that
     does not receive them, or receives an id for which it has no row, stops. The first stage and the
     MTP stage of a pipeline hold one set of parameters, with summed gradients and one entry in a
-    checkpoint; every tensor-parallel rank holds all of it. The n-gram multipliers have a seed of
-    their own, and a checkpoint with different multipliers is refused. Context parallelism, FSDP,
-    MuP, the overlap of expert communication, full-iteration CUDA graphs, pipeline layouts with MTP
-    and inference are refused.
+    checkpoint; every tensor-parallel rank holds all of it. Context-parallel ranks gather the tokens
+    whose n-grams they look up. The n-gram multipliers have a seed of their own, and a checkpoint
+    with different multipliers is refused. FSDP, MuP, the overlap of expert communication,
+    full-iteration CUDA graphs, pipeline layouts with MTP and inference are refused.
 Why: NAM56R has both, and Megatron has no place for them. The earlier overlay drew the multipliers
     from the global random state, so that a resumed run hashed differently, and its n-grams crossed
     documents. Both factors of its structure embedding were initialized to zero, so that neither

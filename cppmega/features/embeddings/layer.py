@@ -2,7 +2,8 @@
 
 The ids to look up are computed from the full sequence, before any shift: an MTP depth embeds a
 token as the trunk does, with the same n-grams, one position earlier. Positions past the end of a
-document have id 0 there, which adds nothing.
+document have id 0 there, which adds nothing. Context-parallel ranks gather the tokens for it, and
+look up what their own end.
 
 Parameters are replicated over tensor-parallel ranks. With sequence parallelism, each rank embeds
 its own part of the sequence, and Megatron sums the gradients. The MTP stage of a pipeline holds
@@ -18,12 +19,15 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from cppmega.errors import CppmegaError
 from cppmega.features.arrived import arrived
+from cppmega.features.documents import boundaries
 from cppmega.features.embeddings.ngram_hash import HASHING, NgramHashEmbedding
 from cppmega.features.embeddings.structure import StructureEmbedding
+from cppmega.ops.common.balanced_order import balanced_order
 from cppmega.ops.ngram_hash import table_rows
 from cppmega.rules import check_model, combinations
 from cppmega.sizes import embeddings as sizes
@@ -117,11 +121,27 @@ class InputEmbeddings(nn.Module):
         fed = _fed(tokens)
         found = []
         if self.ngram_hash is not None:
-            starts = document_starts(tokens, fed.end, position_ids, packed_seq_params)
-            found.append(table_rows(tokens, starts, self.ngram_hash.hashing))
+            found.append(self._ngram_rows(tokens, fed.end, position_ids, packed_seq_params))
         if self.structure is not None:
             found.append(self.structure.table_rows(fed.kinds, fed.depths, tokens))
         return torch.cat(found)
+
+    def _ngram_rows(
+        self, tokens: Tensor, end: int, position_ids: Tensor | None, packed_seq_params: Any
+    ) -> Tensor:
+        """The rows of the n-grams that end at these tokens, of a sequence of all ranks."""
+        assert self.ngram_hash is not None
+        group, own = parallel_state.get_context_parallel_group(check_initialized=False), None
+        if group is not None and group.size() > 1:
+            ranks, length = group.size(), tokens.size(1)
+            order = balanced_order(boundaries(packed_seq_params), length, ranks, tokens.device)
+            own, back = order.view(ranks, length)[group.rank()], order.argsort()
+            tokens = _gathered(tokens, group)[:, back]
+            if position_ids is not None:
+                position_ids = _gathered(position_ids, group)[:, back]
+        starts = document_starts(tokens, end, position_ids, packed_seq_params)
+        rows = table_rows(tokens, starts, self.ngram_hash.hashing)
+        return rows if own is None else rows[..., own]
 
     def forward(self, ids: Tensor | None, embeddings: Tensor) -> Tensor:
         """Add the embeddings of the ids that the method `ids` returned.
@@ -200,12 +220,18 @@ def document_starts(
     starts[:, 1:] = tokens[:, :-1] == end
     if position_ids is not None:
         starts[:, 1:] |= position_ids.diff(dim=-1) != 1
-    if packed_seq_params is not None:
-        padded = packed_seq_params.cu_seqlens_q_padded
-        bounds = packed_seq_params.cu_seqlens_q if padded is None else padded
+    bounds = boundaries(packed_seq_params)
+    if bounds is not None:
         begins = torch.zeros(tokens.size(1) + 1, dtype=torch.bool, device=tokens.device)
         starts |= begins.index_fill(0, bounds.long(), True)[:-1]
     return starts
+
+
+def _gathered(tokens: Tensor, group: Any) -> Tensor:
+    """`[b, s]` of each rank, as `[b, ranks * s]`."""
+    parts = [torch.empty_like(tokens) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, tokens.contiguous(), group)
+    return torch.cat(parts, dim=1)
 
 
 def for_embedding(embedding: Any) -> InputEmbeddings | None:
@@ -272,7 +298,9 @@ def for_depths(mtp: Any) -> Callable[..., Any]:
         from megatron.core.transformer.multi_token_prediction import roll_tensor
 
         ids = added.ids(named["input_ids"], named["position_ids"], packed)
-        shifted = partial(roll_tensor, shifts=-1, dims=-1, packed_seq_params=packed)
+        shifted = partial(
+            roll_tensor, shifts=-1, dims=-1, cp_group=mtp.cp_group, packed_seq_params=packed
+        )
         return mtp(**{**named, "embedding": _CalledByDepths(embedding, ids, shifted)})
 
     return call

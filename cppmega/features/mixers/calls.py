@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.core.transformer.spec_utils import build_module
-from torch import Tensor
 
 from cppmega.errors import CppmegaError
 
@@ -60,12 +59,3 @@ def refuse_inference(*contexts: Any) -> None:
             "The mixers start every sequence from zero states; earlier tokens would be forgotten.",
             "evaluate complete sequences, as the trainer does",
         )
-
-
-def boundaries(packed_seq_params: Any) -> Tensor | None:
-    """Cumulative lengths of a pack's documents, int32 `[documents + 1]`; None if not packed."""
-    if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
-        return None
-    padded: Tensor | None = packed_seq_params.cu_seqlens_q_padded
-    own: Tensor | None = packed_seq_params.cu_seqlens_q
-    return own if padded is None else padded

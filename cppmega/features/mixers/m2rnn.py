@@ -46,9 +46,10 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu, softplus
 
 from cppmega.features.arrived import arrived
+from cppmega.features.documents import boundaries
 from cppmega.features.kept_fp32 import keep_fp32
 from cppmega.features.mixers.bf16_products import bf16_products, bf16_weights
-from cppmega.features.mixers.calls import boundaries, projections, refuse_inference
+from cppmega.features.mixers.calls import projections, refuse_inference
 from cppmega.features.mixers.sequences import Exchange
 from cppmega.features.mixers.shares import Runs, share
 from cppmega.ops.m2rnn import document_bounds, m2rnn

@@ -24,8 +24,9 @@ from megatron.core.transformer.utils import (
 from torch import Tensor, nn
 from torch.nn import functional
 
+from cppmega.features.documents import boundaries
 from cppmega.features.kept_fp32 import keep_fp32
-from cppmega.features.mixers.calls import boundaries, projections, refuse_inference
+from cppmega.features.mixers.calls import projections, refuse_inference
 from cppmega.features.mixers.sequences import Exchange
 from cppmega.ops import mamba3
 from cppmega.ops.pointwise.split_columns import split_columns

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cppmega.ops.common.balanced_order import balanced_order
+
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
@@ -32,13 +34,10 @@ class Exchange:
         Args:
             group: the context-parallel ranks.
             length: the tokens of each rank.
-            bounds: where documents begin in the whole sequence, and where the last one ends; None:
-                it is one document.
+            bounds: as for `balanced_order`.
             device: where the tokens are.
         """
-        if bounds is None:
-            bounds = torch.arange(2, device=device) * (group.size() * length)
-        return cls(group, balanced_order(bounds.long(), length, group.size()))
+        return cls(group, balanced_order(bounds, length, group.size(), device))
 
     def sequence(self, pieces: Sequence[Tensor]) -> Tensor:
         """The complete sequence of this rank's channels.
@@ -67,31 +66,6 @@ class Exchange:
         pieces = ordered.chunk(len(widths))
         s, b, _ = pieces[0].shape
         return torch.cat(_exchanged(self.group, pieces, [(s, b, w) for w in widths]), -1)
-
-
-def balanced_order(bounds: Tensor, length: int, ranks: int) -> Tensor:
-    """The places in a sequence of the tokens of rank 0, then of rank 1, and so on.
-
-    Args:
-        bounds: int64 `[documents + 1]`, from 0 to the length of the sequence; lengths of documents
-            are multiples of twice the number of ranks.
-        length: the tokens of each rank.
-        ranks: the number of ranks.
-
-    Returns:
-        int64 `[ranks * length]`.
-    """
-    torch._assert_async(
-        (bounds % (2 * ranks) == 0).all(),
-        "documents-not-divisible: a document's length is not a multiple of twice the ranks.",
-    )
-    starts, pieces = bounds // ranks, bounds.diff() // (2 * ranks)
-    local = torch.arange(length, device=bounds.device)
-    document = torch.searchsorted(starts, local, right=True) - 1
-    piece, within = pieces[document], local - starts[document]
-    rank = torch.arange(ranks, device=bounds.device).unsqueeze(1)
-    number = torch.where(within < piece, rank, 2 * ranks - 1 - rank)
-    return (bounds[document] + number * piece + within % piece).flatten()
 
 
 def _exchanged(

@@ -61,7 +61,7 @@ class Run(training.Run):
     """A model in fp32 under the setting's optimizer, whose batches say where documents end."""
 
     def __init__(self, setting: Configuration) -> None:
-        with mock.patch.object(models, "configured", without_dropout):
+        with mock.patch.object(models, "configured", forked_ranks.comparable):
             super().__init__(setting, seed=1)
 
     def _forward(self, batches: Any, model: Any) -> Any:
@@ -70,7 +70,8 @@ class Run(training.Run):
 
 def trained(setting: Configuration, *given: Any) -> tuple[Any, ...]:
     """What `forked_ranks.trained` returns, of the parameters only what the embeddings have."""
-    rows, named, still = forked_ranks.trained(Run, setting, *given)
+    with mock.patch.object(training, "_loss", forked_ranks.summed):
+        rows, named, still = forked_ranks.trained(Run, setting, *given)
     added = {name.partition(ADDED)[2]: p for name, p in named.items() if ADDED in name}
     return rows, added, still
 
@@ -102,6 +103,8 @@ def check_layouts_train_as_one_rank(folder: Path) -> None:
         replace(GPT, recompute="uniform"),
         replace(HYBRID, tensor=2),
         replace(HYBRID, pipeline=2),
+        replace(GPT, context=2),
+        replace(HYBRID, context=2),
     )
     with with_them():
         for alone in (GPT, HYBRID):

@@ -14,8 +14,10 @@ from tests.support import in_a_tree, patched, pristine
 VERSION = "0.19.2"
 PAGES = (
     "input_embeddings",
-    # Without these a padded pack is shifted wrongly, and a checkpoint of two stages is cut short.
+    # Without these a padded pack is shifted wrongly, context-parallel ranks weigh tokens by their
+    # own counts, and a checkpoint of two stages is cut short.
     "mtp_roll_packed_sequences",
+    "mtp_per_token_counts",
     "fully_reshardable_bucket_padding",
 )
 CHECKS = (

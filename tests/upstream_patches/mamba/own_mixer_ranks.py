@@ -55,25 +55,14 @@ def of_mixers(setting: Configuration, work: Callable[..., Any], *given: Any) -> 
 
 
 def in_fp32(setting: Configuration, seed: int = 1) -> training.Run:
-    """A model that layouts can be compared by; Megatron's mean of a loss depends on them."""
-
-    def configured(setting: Configuration) -> Any:
-        made = without_dropout(setting)
-        made.calculate_per_token_loss = True
-        return made
-
-    with mock.patch.object(models, "configured", configured):
+    """A model that layouts can be compared by."""
+    with mock.patch.object(models, "configured", forked_ranks.comparable):
         return training.Run(setting, seed)
-
-
-def _summed(batch: Batch, per_token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
-    total = (per_token.float() * batch.loss_mask).sum()
-    return total, batch.loss_mask.sum().int(), float(total.detach())
 
 
 def trained(setting: Configuration, *given: Any) -> tuple[Any, ...]:
     """What `forked_ranks.trained` returns of a model that layouts can be compared by."""
-    with mock.patch.object(training, "_loss", _summed):
+    with mock.patch.object(training, "_loss", forked_ranks.summed):
         return forked_ranks.trained(in_fp32, setting, *given)
 
 
