@@ -5,7 +5,7 @@
 \b
     gpt      8 layers, C 1024, 4 streams, two micro-batches per step: so small that the host, which
              launches kernels one by one, sets the pace
-    hybrid   the recipe nam56r_h200_slice_mhc, with graphs of its attention layers
+    hybrid   the recipe nam56r_h200_slice_mhc, with graphs of its attention layers and routers
 
 Every run is a process. All runs of a model take turns, the eager one first, and then once more in
 the other order. A run that is in the result is not repeated, and one that fails does not end the
@@ -30,6 +30,7 @@ from cppmega.recipe import index as recipes_index
 
 _LOCAL, _ENGINE = ("cuda_graph_impl=local",), ("cuda_graph_impl=transformer_engine",)
 _ATTENTION = ("cuda_graph_modules=('attn',)",)
+_ROUTERS = ("cuda_graph_modules=('attn', 'moe_router')",)
 _FP8 = ("precision=fp8", "fp8_recipe=tensorwise")
 _SMALL = (
     *("hidden_size=1024", "ffn_hidden_size=4096", "num_attention_heads=16", "seq_length=2048"),
@@ -58,6 +59,7 @@ MODELS: dict[str, tuple[str, tuple[str, ...], dict[str, tuple[str, ...]]]] = {
             "eager": (),
             "local graphs of attention": _LOCAL + _ATTENTION,
             "Transformer Engine's graphs of attention": _ENGINE + _ATTENTION,
+            "Transformer Engine's graphs of attention and routers": _ENGINE + _ROUTERS,
             "FP8, eager": _FP8,
         },
     ),

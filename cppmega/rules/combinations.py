@@ -126,13 +126,13 @@ WHOLE_STEP_GRAPHS = Part(
     "--cuda-graph-impl full_iteration", _graphs("full_iteration"), "--cuda-graph-impl none"
 )
 EXPERT_GRAPHS = Part(
-    "--cuda-graph-impl {} of MoE layers",
+    "--cuda-graph-impl local of MoE layers",
     lambda run: (
         has_experts(run)
         and any(captures(run, part) for part in ("moe", "moe_router", "moe_preprocess"))
-        and _graphs("local", "transformer_engine")(run)
+        and _graphs("local")(run)
     ),
-    "name other parts of layers than moe, moe_router and moe_preprocess in --cuda-graph-modules",
+    "--cuda-graph-impl transformer_engine or none",
 )
 GRAPHS_WITH_DROPOUT = Part(
     "--cuda-graph-impl {} with --hidden-dropout",
@@ -227,7 +227,9 @@ UNSUPPORTED: Mapping[Part, Mapping[Part | str, str]] = {
         "--use-precision-aware-optimizer": "It never updates its copy of an fp32 parameter.",
         "--init-model-with-meta-device": "The mapping is initialized when the module is built.",
         WHOLE_STEP_GRAPHS: "It has not been tested.",
-        EXPERT_GRAPHS: "A site would begin in the graph of the router and end outside of it.",
+        EXPERT_GRAPHS: (
+            "A router's local graph passes on one residual, and complete MoE layers are untested."
+        ),
         GRAPHS_WITH_DROPOUT: "No graph can repeat its random numbers in the backward pass.",
         GRAPHS_OF_RECOMPUTED_STREAMS: (
             "What has to be recomputed is noted for each microbatch by code that no graph replays."

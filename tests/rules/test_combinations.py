@@ -52,7 +52,7 @@ OPTIONS: dict[Part | str, dict[str, Any]] = {
     c.CUDA_GRAPHS: {"cuda_graph_impl": "transformer_engine"},
     c.WHOLE_STEP_GRAPHS: {"cuda_graph_impl": "full_iteration"},
     c.EXPERT_GRAPHS: {
-        **{"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn", "moe_router"]},
+        **{"cuda_graph_impl": "local", "cuda_graph_modules": ["attn", "moe_router"]},
         "num_experts": 8,
     },
     c.GRAPHS_WITH_DROPOUT: {"cuda_graph_impl": "local", "hidden_dropout": 0.1},

@@ -86,7 +86,7 @@ def _cppmega_mlp(layer, hidden_states, *args, **kwargs):
 
     read = mhc_layers.input_of(layer, "mlp", hidden_states)
     with mhc_layers.around(layer, "mlp"):
-        return layer._forward_mlp(read, *args, **kwargs)
+        return mhc_layers.left_open(layer, layer._forward_mlp(read, *args, **kwargs))
 
 
 EXPANDED = f"{LAYERS}\n\nhidden_states = mhc_layers.expanded(self, hidden_states)"
@@ -122,7 +122,6 @@ ATTENTION = replacing(
 )
 INNER = "layer = getattr(layer, 'inner_layer', layer)"
 """A wrapper is captured where the layer inside it would be, with the same further inputs."""
-WIDTH = "from cppmega.features.mhc.options import width as _cppmega_width"
 
 RNG = """
 if self.config.sequence_parallel:
@@ -285,8 +284,14 @@ _cppmega_mlp(
             "0.19.2": "0d0f7a0e5a0df7c9",
             "main-d98e8a64": "624c6c99dc4888ae",
         },
-        edit=replacing(
-            "self._forward_mlp(*cuda_graph_output)", "_cppmega_mlp(self, *cuda_graph_output)"
+        edit=in_order(
+            inserting(
+                f"{LAYERS}\n\nmhc_layers.reopen(self, cuda_graph_output)",
+                after="cuda_graph_output = list(super()._te_cuda_graph_replay(*args, **kwargs))",
+            ),
+            replacing(
+                "self._forward_mlp(*cuda_graph_output)", "_cppmega_mlp(self, *cuda_graph_output)"
+            ),
         ),
         mark="",
     ),
@@ -310,8 +315,12 @@ _cppmega_mlp(
             "0.19.2": "7ed44a44b9b64349",
             "main-d98e8a64": "7ed44a44b9b64349",
         },
-        edit=replacing("self.config.hidden_size", "_cppmega_width(self.config)"),
-        imports=(WIDTH,),
+        edit=in_order(
+            replacing("self.config.hidden_size", "cppmega_width"),
+            inserting(
+                f"{LAYERS}\n\ncppmega_width = mhc_layers.width(self)", before="static_inputs = {}"
+            ),
+        ),
         mark="",
     ),
     Edit(
@@ -335,7 +344,7 @@ _cppmega_mlp(
         },
         edit=inserting(
             INNER,
-            before="""
+            after="""
             static_inputs = layer.get_layer_static_inputs(self.seq_length, self.micro_batch_size)
             """,
         ),
@@ -456,7 +465,7 @@ if self.post_process and self.post_layer_norm:
             target=SCHEDULES + name,
             pins=pins,
             edit=replacing("config.hidden_size", "_cppmega_width(config)"),
-            imports=(WIDTH,),
+            imports=("from cppmega.features.mhc.options import width as _cppmega_width",),
             mark="",
         )
         for name, pins in WIDTHS_IN.items()

@@ -90,6 +90,16 @@ class HyperConnectionModule(torch.nn.Module):
             self.block.know(x, lambda: self._read(before.value())[0])
         return x
 
+    def leave(self) -> kernels.Site:
+        """Close the site without a write; `resume` continues it outside of a CUDA graph."""
+        assert self._open is not None
+        (_, site), self._open = self._open, None
+        return site
+
+    def resume(self, streams: Tensor, h_post: Tensor, h_res: Tensor) -> None:
+        """Open the site with what `leave` returned, before a write."""
+        self._open = _Open(streams.flatten(-2), kernels.Site(streams, h_post, h_res))
+
     def bias_dropout_add(
         self, training: bool, fused: bool
     ) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:

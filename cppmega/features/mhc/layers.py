@@ -23,7 +23,9 @@ from torch import Tensor
 
 from cppmega.errors import CppmegaError
 from cppmega.features.mhc import connections as mhc
+from cppmega.features.mhc import options
 from cppmega.features.mhc import recompute as mhc_recompute
+from cppmega.host.cuda_graphs import graph_parts
 
 SITES = {
     "self_attention": ("self_attn_bda", "self_attention_hyper_connection"),
@@ -40,7 +42,8 @@ GRAPHS = "cudagraph_manager"
 class HyperConnectionHybridLayer(GraphableMegatronModule):  # type: ignore[misc]
     """A layer of a hybrid stack with a site around it; it is called like the layer itself.
 
-    Where the layer is captured in a CUDA graph, the graph is the wrapper's, and holds the site.
+    Where the layer is captured in a CUDA graph, the graph is the wrapper's, and holds the site. A
+    graph that ends before the experts is that of the layer.
     """
 
     def __init__(self, config: Any, layer: Any) -> None:
@@ -96,11 +99,29 @@ class HyperConnectionHybridLayer(GraphableMegatronModule):  # type: ignore[misc]
         infers = torch.is_inference_mode_enabled() or kwargs.get("inference_context") is not None
         return hasattr(self, GRAPHS) and not infers
 
+    def get_layer_static_inputs(self, seq_length: int, micro_batch_size: int) -> Any:
+        """Return those of the layer, with streams if the graph begins with them."""
+        inputs = self.inner_layer.get_layer_static_inputs(seq_length, micro_batch_size)
+        if not leaves_experts(self.inner_layer):
+            inputs |= super().get_layer_static_inputs(seq_length, micro_batch_size)
+        return inputs
+
+    def _get_submodules_under_cudagraphs(self) -> Any:
+        inner = leaves_experts(self.inner_layer)
+        return self.inner_layer._get_submodules_under_cudagraphs() if inner else [self]
+
     def _te_cuda_graph_capture(self, *args: Any, **kwargs: Any) -> Any:
+        if leaves_experts(self.inner_layer):
+            return self.inner_layer._te_cuda_graph_capture(*args, **kwargs)
         out = self.forward(*args, **kwargs)
         return out[:1] if isinstance(out, tuple) else out  # a graph returns only tensors
 
     def _te_cuda_graph_replay(self, *args: Any, **kwargs: Any) -> Any:
+        inner = self.inner_layer
+        if leaves_experts(inner):
+            for name in ("cuda_graphs", "cuda_graph_manual_hooks", "current_microbatch"):
+                setattr(inner, name, getattr(self, name, 0))
+            return self.forward(*args, **kwargs)
         out = super()._te_cuda_graph_replay(*args, **kwargs)
         return (*out, None) if isinstance(out, tuple) else out
 
@@ -197,11 +218,41 @@ def _site(layer: Any, name: str) -> mhc.HyperConnectionModule | None:
     return None if getattr(layer, UPSTREAMS, False) else getattr(layer, SITES[name][1], None)
 
 
+def leaves_experts(layer: Any) -> bool:
+    """Whether Transformer Engine's graph of a layer ends before its experts, in their sub-layer."""
+    parts = graph_parts(layer.config)
+    return getattr(layer, "is_moe_layer", False) and "moe_router" in parts and "moe" not in parts
+
+
+def left_open(layer: Any, out: Any) -> Any:
+    """The output of a GPT layer's MLP; where a graph ends before it, with what its site keeps."""
+    site = _site(layer, "mlp")
+    return [*out, *site.leave()] if site is not None and isinstance(out, list) else out
+
+
+def reopen(layer: Any, outputs: list[Tensor]) -> None:
+    """Remove from the outputs of a graph what `left_open` added, and continue its site."""
+    site = _site(layer, "mlp")
+    if site is not None and leaves_experts(layer):
+        site.resume(*outputs[-3:])
+        del outputs[-3:]
+
+
 def captured_sites(layer: Any, submodules: Sequence[Any]) -> list[mhc.HyperConnectionModule]:
-    """The sites of those sub-layers of a GPT layer that are captured in CUDA graphs."""
+    """The sites of those sub-layers of a GPT layer that are captured, at least in part."""
     captured = {id(each) for each in submodules}
-    names = (name for name in SITES if id(getattr(layer, name)) in captured)
-    return [site for name in names if (site := _site(layer, name)) is not None]
+    found = []
+    for name in SITES:
+        part, site = getattr(layer, name), _site(layer, name)
+        if site is not None and captured & {id(part), id(getattr(part, "router", part))}:
+            found.append(site)
+    return found
+
+
+def width(layer: Any) -> int:
+    """The width of the hidden states that a layer takes in a CUDA graph."""
+    hidden: int = layer.config.hidden_size
+    return options.width(layer.config) if sites(layer) else hidden
 
 
 def sites(layer: Any) -> list[mhc.HyperConnectionModule]:
