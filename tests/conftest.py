@@ -149,9 +149,12 @@ def _has_gpu() -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     """Make the folder that all processes of this session share."""
     if "TESTS_SCRATCH" not in os.environ:
+        from tests import forkserver
+
         folder = tempfile.mkdtemp(prefix="cppmega-tests-")
         os.environ["TESTS_SCRATCH"] = folder
         config.add_cleanup(lambda: _forget(Path(folder)))
+        config.add_cleanup(forkserver.live(Path(folder)))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from cppmega.proof import fork_server, hash_seeds, verify
 
@@ -23,35 +25,58 @@ FOR_KERNELS = (
 """What a server imports whose forks interpret Triton's kernels; few of them import Megatron. Torch
 imports its compiler, which takes as long as torch, when an operation of ours is first called."""
 INTERPRETS = "TRITON_INTERPRET"
+LIFE = "life"
+"""A pipe that the process of the session holds open, and with it the servers."""
 
 
 @cache
 def executable(interprets: bool = False) -> str:
-    """The file to run in place of `sys.executable`; the server is started with the first call.
+    """The file to run in place of `sys.executable`; the first call in a session starts its server.
 
     Args:
         interprets: whether Triton, which decides at its import, interprets kernels in the forks.
     """
     if Path("/dev/nvidiactl").exists():
         return sys.executable  # an import may look for GPUs, and CUDA does not survive a fork
+    scratch = Path(os.environ["TESTS_SCRATCH"])
+    known = scratch / ("interpreting" if interprets else "compiling")
+    with FileLock(known.with_suffix(".lock")):
+        if not known.exists():
+            known.write_text(str(_client_of_new_server(interprets, scratch)))
+    return known.read_text()
+
+
+def _client_of_new_server(interprets: bool, scratch: Path) -> Path:
     modules = FOR_KERNELS if interprets else (*fork_server.MODULES, "pytest", "tests.known_pages")
-    modules = (*modules, fork_server.HUGE_PAGES)
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(Path(__file__).parents[1]),
         **({INTERPRETS: "1"} if interprets else {}),
     }
-    server = fork_server.ForkServer(
-        modules, environment, Path(os.environ["TESTS_SCRATCH"], "__pycache__")
-    )
-    atexit.register(server.close)
+    if not (scratch / LIFE).exists():  # no session of pytest
+        atexit.register(live(scratch))
+    with (scratch / LIFE).open("rb") as life:
+        server = fork_server.ForkServer(
+            (*modules, fork_server.HUGE_PAGES), environment, scratch / "__pycache__", life.fileno()
+        )
+    _SERVERS.append(server)
     assert server.ready
     client = server.folder / "python"
     here = " ".join(f"'{word}'" for word in server.command())
     client.write_text(f'#!/bin/sh\nexec {here} "$@"\n')
     client.chmod(0o700)
-    return str(client)
+    return client
+
+
+_SERVERS: list[fork_server.ForkServer] = []
+"""Those that this process has started; they may outlive it."""
+
+
+def live(scratch: Path) -> Callable[[], None]:
+    """Let the servers of a session live until the function that this returns is called."""
+    os.mkfifo(scratch / LIFE)
+    return partial(os.close, os.open(scratch / LIFE, os.O_RDWR | os.O_CLOEXEC))
 
 
 class Shared:

@@ -78,9 +78,16 @@ class ForkServer:
         modules: imported before the first fork; those that cannot be imported are left out.
         environment: the complete environment of the server.
         code: a folder for compiled modules, which all forks share.
+        life: a file at whose end the server ends too, in place of a pipe of this object's own.
     """
 
-    def __init__(self, modules: Sequence[str], environment: Mapping[str, str], code: Path) -> None:
+    def __init__(
+        self,
+        modules: Sequence[str],
+        environment: Mapping[str, str],
+        code: Path,
+        life: int = subprocess.PIPE,
+    ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="cppmega-forks-"))
         self._asked = False
         with socket.socket(socket.AF_UNIX) as listener:
@@ -91,7 +98,7 @@ class ForkServer:
             words = (str(listener.fileno()), str(self.folder), str(code), *modules)
             self._process = subprocess.Popen(
                 python.command(__name__, *words),
-                stdin=subprocess.PIPE,
+                stdin=life,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 pass_fds=[listener.fileno()],
