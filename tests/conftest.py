@@ -55,6 +55,23 @@ with contextlib.suppress(ImportError):
 
     loader.load = _shared
 
+with contextlib.suppress(ImportError):
+    from cppmega.rewriting import fingerprint, rewrite
+
+    fingerprint.bare = functools.cache(fingerprint.bare)
+    _edit_slice = rewrite._edit_slice
+    _slices: dict[Any, tuple[str, Any]] = {}
+
+    def _edited_once(source: str, symbol: str, group: Sequence[rewrite.Step], path: str) -> str:
+        """Edit the same text of a symbol once in a process: releases have most in common."""
+        steps = [(s.page, id(s.edit), s.marked, s.launches, s.silent) for s in group]
+        key = (source, symbol, path, *steps)
+        if key not in _slices:
+            _slices[key] = _edit_slice(source, symbol, group, path), group  # whose ids stay taken
+        return _slices[key][0]
+
+    rewrite._edit_slice = _edited_once
+
 LONGEST = (
     "test_configurations.py",
     "test_needed.py",

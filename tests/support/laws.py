@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
@@ -105,12 +106,17 @@ def recorded(name: str) -> dict[str, dict[str, str]]:
 def golden(name: str) -> dict[str, dict[str, str]]:
     """The hashes of a page's results by version, as they are now; of missing trees, as recorded."""
     out = {v: h for v, h in recorded(name).items() if _is_missing(v)}
-    for version in itertools.filterfalse(_is_missing, RECORDED):
+    for version in there(*RECORDED):
         if name == TOGETHER and _whole(version):
             out[version] = hashes(result(version))
         elif name != TOGETHER and name in needed(version):
             out[version] = hashes(result(version, name))
     return out
+
+
+def there(*versions: str) -> list[str]:
+    """The versions without those branches that cannot be fetched, whose own tests are skipped."""
+    return [*itertools.filterfalse(_is_missing, versions)]
 
 
 def _is_missing(version: str) -> bool:
@@ -128,7 +134,7 @@ def pairs() -> list[tuple[str, str]]:
 
 def foreign_code(before: bytes, after: bytes, targets: Iterable[str], helpers: set[str]) -> str:
     """Code outside of the targets that differs, computed without the engine's own check."""
-    old, new = ast.parse(before), _Unmarked().visit(ast.parse(after))
+    old, new = ast.parse(before), ast.parse(after)
     for symbol in targets:
         _without_statement(old, new, symbol)
     for tree in (old, new):
@@ -139,20 +145,49 @@ def foreign_code(before: bytes, after: bytes, targets: Iterable[str], helpers: s
                     node.bases, node.keywords = [], []
                 else:
                     node.args, node.returns = ast.arguments(), None
-    left = [ast.dump(statement) for statement in old.body]
-    right = [ast.dump(s) for s in new.body if not _ours(s, helpers)]
-    for statement in left:
-        if statement in right:
-            right.remove(statement)
-        else:
-            return f"gone: {statement[:200]}"
-    return f"new: {right[0][:200]}" if right else ""
+    left = _by_text(old.body, before.splitlines())
+    right = _by_text([s for s in new.body if not _ours(s, helpers)], after.splitlines())
+    for text in left.keys() & right.keys():  # equal text is equal code
+        common = min(len(left[text]), len(right[text]))
+        del left[text][:common], right[text][:common]
+    gone, added = map(_dumped, (left, right))
+    for word, rest in (("gone", gone - added), ("new", added - gone)):
+        if rest:
+            return f"{word}: {str(next(iter(rest)))[:200]}"
+    return ""
+
+
+_Texts = dict[tuple[str, bytes], list[ast.AST]]
+
+
+def _by_text(body: Iterable[ast.stmt], lines: list[bytes], holder: str = "") -> _Texts:
+    """Statements by the class that holds them and their complete lines; a class by its head."""
+    found: _Texts = {}
+    for one in body:
+        first = min((d.lineno for d in getattr(one, "decorator_list", ())), default=one.lineno)
+        text = b"\n".join(lines[first - 1 : one.end_lineno])
+        if isinstance(one, ast.ClassDef):
+            for key, inner in _by_text(one.body, lines, f"{holder}.{one.name}").items():
+                found.setdefault(key, []).extend(inner)
+            one.body = []
+            text = ast.dump(one).encode()
+        found.setdefault((holder, text), []).append(one)
+    return found
+
+
+def _dumped(side: _Texts) -> Counter[tuple[str, str]]:
+    nodes = (
+        (holder, _Unmarked().visit(one)) for (holder, _), group in side.items() for one in group
+    )
+    return Counter((holder, ast.dump(node)) for holder, node in nodes if node)
 
 
 def _without_statement(old: ast.Module, new: ast.Module, symbol: str) -> None:
     """Take out a target that is a statement, and what is new on both sides of it."""
     holder = symbol.rpartition(".")[0].removesuffix(sources.IMPORT)
     scopes: list[Any] = [sources.find(t, holder)[0] if holder else t for t in (old, new)]
+    if isinstance(sources.find(old, symbol)[0], sources.Definition):
+        return
     known = {ast.dump(statement) for statement in scopes[0].body}
     for tree, scope in zip((old, new), scopes, strict=True):
         (node,) = sources.find(tree, symbol)
@@ -162,14 +197,15 @@ def _without_statement(old: ast.Module, new: ast.Module, symbol: str) -> None:
                 at -= 1
             while end + 1 < len(scope.body) and ast.dump(scope.body[end + 1]) not in known:
                 end += 1
-            scope.body[at : end + 1] = [ast.Pass()]
+            scope.body[at : end + 1] = [ast.Pass(lineno=1, end_lineno=0)]  # has no text
 
 
 class _Unmarked(ast.NodeTransformer):
     """Takes out marks, which functions that launch an edited kernel carry for it."""
 
     def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
-        return None if ast.unparse(node).startswith(f"{marks.FUNCTION}(") else node
+        called = getattr(node.value, "func", None)
+        return None if getattr(called, "id", "") == marks.FUNCTION else node
 
 
 def _ours(statement: ast.stmt, helpers: set[str]) -> bool:
