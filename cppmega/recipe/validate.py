@@ -16,7 +16,7 @@ from cppmega.tree import accepted
 
 _NEWEST = (9999, 0)
 """A release line with every argument."""
-_LISTS = ("recompute_modules", "cuda_graph_modules", "cuda_graph_scope")
+_LISTS = ("recompute_modules", "offload_modules", "cuda_graph_modules", "cuda_graph_scope")
 
 
 def check(recipe: Fields) -> None:

@@ -175,8 +175,19 @@ RECOMPUTED_MLP = Part(
     lambda run: recomputes(run, "mhc") and recomputes(run, "mlp"),
     "name only one of the two in --recompute-modules",
 )
-OFFLOADING = Part(
-    "activation offloading", _given("fine_grained_activation_offloading", "cpu_offloading")
+OFFLOADED_GRAPHS = Part(
+    "activation offloading with --cuda-graph-impl {}",
+    lambda run: (run.fine_grained_activation_offloading or run.cpu_offloading) and _graphs()(run),
+    "--cuda-graph-impl none",
+)
+OFFLOADED_NORMS = Part(
+    "--offload-modules attn_norm or mlp_norm with --recompute-modules mhc",
+    lambda run: (
+        run.fine_grained_activation_offloading
+        and recomputes(run, "mhc")
+        and {"attn_norm", "mlp_norm"} & {*(run.offload_modules or ())}
+    ),
+    "name other modules in --offload-modules",
 )
 HETEROGENEOUS = Part(
     "--heterogeneous-layers-config-path",
@@ -234,9 +245,10 @@ UNSUPPORTED: Mapping[Part, Mapping[Part | str, str]] = {
         GRAPHS_OF_RECOMPUTED_STREAMS: (
             "What has to be recomputed is noted for each microbatch by code that no graph replays."
         ),
+        OFFLOADED_GRAPHS: "It has not been tested.",
+        OFFLOADED_NORMS: "The input of a norm would be recomputed, and kept on the host as well.",
         "--fp4-format": "Layers in FP4 have not been tested.",
         "--fp32-residual-connection": "The streams have the type of the model.",
-        OFFLOADING: "The streams are not among what it offloads.",
         EXPERT_OVERLAP: "Its schedule calls the parts of a layer, not the layer.",
         "--inference-fuse-tp-communication": "It adds a single residual inside its own kernel.",
         HETEROGENEOUS: "Layers that lack a sub-layer have not been tested.",

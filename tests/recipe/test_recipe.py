@@ -183,6 +183,9 @@ def test_a_rule_about_arguments_has_its_own_name(name: str, changes: dict[str, o
     refused(name, **changes)
 
 
+OFFLOADED = ("--fine-grained-activation-offloading", "--offload-modules", "core_attn")
+
+
 @pytest.mark.parametrize(
     ("changes", "added", "said"),
     [
@@ -193,6 +196,7 @@ def test_a_rule_about_arguments_has_its_own_name(name: str, changes: dict[str, o
         ),
         ({"recompute_modules": ("mhc", "mlp")}, (), "--recompute-modules mhc mlp"),
         ({}, ("--fp32-residual-connection",), "--fp32-residual-connection"),
+        ({"recompute_modules": ("mhc",)}, (*OFFLOADED, "mlp_norm"), "--offload-modules"),
     ],
 )
 def test_what_hyper_connections_do_not_support_is_refused(
@@ -212,6 +216,8 @@ def test_what_hyper_connections_do_not_support_is_refused(
         ("gpt_mhc_h200", {"precision": "fp8", "fp8_recipe": "tensorwise"}, ()),
         ("gpt_mhc_h200", {"cuda_graph_impl": "local"}, ()),
         ("gpt_mhc_h200", {"cuda_graph_impl": "transformer_engine"}, ()),
+        ("gpt_mhc_h200", {}, (*OFFLOADED, "attn_norm")),
+        ("gpt_mhc_h200", {"recompute_modules": ("mhc",)}, (*OFFLOADED, "attn_proj")),
         ("gpt_mhc_h200_4gpu_tp2_pp2", {"virtual_pipeline_model_parallel_size": 2}, ()),
     ],
 )

@@ -77,7 +77,14 @@ OPTIONS: dict[Part | str, dict[str, Any]] = {
         "recompute_granularity": "selective",
         "recompute_modules": ["mhc", "mlp"],
     },
-    c.OFFLOADING: {"cpu_offloading": True},
+    c.OFFLOADED_GRAPHS: {"cpu_offloading": True, "cuda_graph_impl": "local"},
+    c.OFFLOADED_NORMS: {
+        **{
+            "fine_grained_activation_offloading": True,
+            "offload_modules": ["core_attn", "mlp_norm"],
+        },
+        **{"recompute_granularity": "selective", "recompute_modules": ["mhc"]},
+    },
     "--inference-fuse-tp-communication": {"inference_fuse_tp_communication": True},
     c.HETEROGENEOUS: {"heterogeneous_layers_config_path": "layers.json"},
     c.SHARED_KEYS: {**DSA, "CPPMEGA_INDEX_CACHE": "1"},

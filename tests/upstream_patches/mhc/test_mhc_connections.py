@@ -224,3 +224,12 @@ def test_parts_of_sequences_train_as_one_rank() -> None:
     check = "check_parts_of_sequences_train_as_one_rank"
     answers = in_a_tree.asked(root, "upstream_patches.mhc.context_ranks", [check])
     assert answers[check] is None, answers[check]
+
+
+def test_offloaded_activations_change_nothing() -> None:
+    code = "from tests.upstream_patches.mhc import mhc_checks as t, offload_checks as o\n"
+    done = python(patched("0.19.2", *PAGES), f"{code}t.main(o.fine_grained, o.layers)")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    for how, (apart, moved) in {**found["fine_grained"], "layers": found["layers"]}.items():
+        assert apart < 5e-7 and moved >= 48, how  # sums of copies have another order
