@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 from cppmega import calls
 from cppmega.catalogue import gates
 from cppmega.errors import CppmegaError
-from cppmega.guard import allowed, files, reached_marks, rules
+from cppmega.guard import allowed, files, given, reached_marks, rules
 from cppmega.guard.held import Guard
 from cppmega.guard.swaps import module_name
 from cppmega.host import env
 from cppmega.host.wording import counted as patches
-from cppmega.rules import given
 from cppmega.tree import accepted
 
 FIRST_STEP = ("startup", "forward", "backward")

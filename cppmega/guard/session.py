@@ -25,6 +25,7 @@ from cppmega.guard import (
     children,
     end_record,
     files,
+    given,
     import_hook,
     imports,
     interpreter,
@@ -44,7 +45,6 @@ from cppmega.overlay.compute import overlay_digest
 from cppmega.overlay.plan import Plan
 from cppmega.overlay.receipt import Receipt
 from cppmega.overlay.verbs import Session
-from cppmega.rules import given
 
 T = TypeVar("T")
 

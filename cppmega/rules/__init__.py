@@ -7,7 +7,6 @@ documentation's table of combinations read the same rules. A page adds its own i
 from typing import Any
 
 from cppmega.rules import combinations, dsa, dsa_sharing, idle, mhc, mixers, training
-from cppmega.rules.given import Given
 from cppmega.rules.rule import Part, Run, check
 
 RULES = (
@@ -30,6 +29,6 @@ def check_model(config: Any, *parts: Part, **known: Any) -> None:
     Raises:
         CppmegaError: the first rule about these parts that is broken.
     """
-    run, names = Run(Given(config)), {part.name for part in parts}
+    run, names = Run(config), {part.name for part in parts}
     vars(run).update(known)
     check((rule for rule in RULES if rule.concerns in names), run)

@@ -10,6 +10,31 @@ from typing import Any, Protocol
 
 from cppmega.errors import CppmegaError
 
+OTHER_NAMES = {
+    "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32",
+    "apply_layernorm_1p": "layernorm_zero_centered_gamma",
+    "check_for_nan_in_loss_and_grad": "check_for_nan_in_grad",
+    "cuda_graph_scope_deprecated": "cuda_graph_scope",
+    "ddp_average_in_collective": "average_in_collective",
+    "ddp_bucket_size": "bucket_size",
+    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
+    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
+    "fp4_param_gather": "fp4_param",
+    "fp8_param_gather": "fp8_param",
+    "hybrid_override_pattern": "hybrid_layer_pattern",  # the argument's name until 0.16
+    "norm_epsilon": "layernorm_epsilon",
+    "num_experts": "num_moe_experts",
+}
+"""Argument of Megatron's parser -> the field of a configuration, or the argument, that states the
+same."""
+
+
+def synonyms(name: str) -> list[str]:
+    """The other names of an argument, or of a configuration's field."""
+    return [
+        other for pair in OTHER_NAMES.items() for one, other in (pair, pair[::-1]) if one == name
+    ]
+
 
 class Pages(Protocol):
     """What the pages of a tree provide; see `Patch.provides`."""
@@ -38,8 +63,7 @@ class Run:
         """Collect what is known.
 
         Args:
-            options: Megatron's parsed arguments, or a model's configuration, whose attributes have
-                the same names.
+            options: Megatron's parsed arguments, or a model's configuration.
             variables: the `CPPMEGA_*` variables of the ranks.
             saved: names and shapes of the tensors from which the run resumes.
             recipe: the recipe that the arguments come from.
@@ -53,7 +77,8 @@ class Run:
         self.recipe, self.words, self.pages, self.trainer = recipe, words, pages, trainer
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._options, name, None)
+        names = (one for one in (name, *synonyms(name)) if hasattr(self._options, one))
+        return getattr(self._options, next(names, name), None)
 
     def __contains__(self, name: str) -> bool:
         """Whether there is such an option, which the installed release may lack."""

@@ -13,7 +13,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from cppmega.catalogue.megatron_args import has_experts, has_mtp, layer_pattern, uses_fsdp
-from cppmega.rules import given
+from cppmega.guard import given
+from cppmega.rules.rule import OTHER_NAMES
 from tests import forkserver
 from tests.support import PATIENCE, REPOSITORY, environment, pages, patched, pristine
 
@@ -180,7 +181,7 @@ def test_every_argument_that_pages_ask_for_can_be_given_by_a_loop(version: str) 
         if re.match(r"    \w+: ", line)
     }
     words = set(re.findall(r"\w+", "".join(file.read_text() for file in training.rglob("*.py"))))
-    tables = {*given._IN_NO_CONFIG, *given._SEEN, *given._OTHER_NAMES}
+    tables = {*given._IN_NO_CONFIG, *given._SEEN, *OTHER_NAMES}
     names = asked[0].names | asked[1].names
     assert "num_experts" in names
     assert sorted((names & words) - fields - tables) == []

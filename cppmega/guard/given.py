@@ -13,28 +13,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from cppmega.errors import CppmegaError
+from cppmega.rules.rule import synonyms
 
 _CONFIGS = {
     "TransformerConfig": "megatron.core.transformer.transformer_config",
     "DistributedDataParallelConfig": "megatron.core.distributed.distributed_data_parallel_config",
     "OptimizerConfig": "megatron.core.optimizer.optimizer_config",
 }
-_OTHER_NAMES = {
-    "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32",
-    "apply_layernorm_1p": "layernorm_zero_centered_gamma",
-    "check_for_nan_in_loss_and_grad": "check_for_nan_in_grad",
-    "cuda_graph_scope_deprecated": "cuda_graph_scope",
-    "ddp_average_in_collective": "average_in_collective",
-    "ddp_bucket_size": "bucket_size",
-    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
-    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
-    "fp4_param_gather": "fp4_param",
-    "fp8_param_gather": "fp8_param",
-    "hybrid_override_pattern": "hybrid_layer_pattern",  # the argument's name until 0.16
-    "norm_epsilon": "layernorm_epsilon",
-    "num_experts": "num_moe_experts",
-}
-"""Argument of Megatron's parser -> the field, or the argument, that states the same."""
 _WHOLE = ("micro_batch_size", "num_layers", "optimizer", "train_iters", "transformer_impl")
 """Arguments by which the whole namespace of Megatron's parser is recognized."""
 _IN_NO_CONFIG = {
@@ -131,7 +116,7 @@ class Given:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "cppmega_variables":
             raise AttributeError(name)
-        names = [name, *_synonyms(name)]
+        names = [name, *synonyms(name)]
         for source in self._sources:
             table = source if isinstance(source, Mapping) else _Attributes(source)
             for one in names:
@@ -186,20 +171,14 @@ def ways(names: Collection[str]) -> tuple[str, str]:
     """
     by_config: dict[str, list[str]] = {}
     for name in sorted(names):
-        homes = [home for one in (name, *_synonyms(name)) for home in _homes(one)]
+        homes = [home for one in (name, *synonyms(name)) for home in _homes(one)]
         by_config.setdefault(homes[0].__name__ if homes else "", []).append(name)
     alone = by_config.pop("", [])
-    told = [f"{', '.join(found)} (of {config})" for config, found in by_config.items()]
+    told = [f"{', '.join(fields)} (of {config})" for config, fields in by_config.items()]
     told += [", ".join(alone)] if alone else []
     give = [f"the loop's {config}" for config in by_config]
     give += ["{" + ", ".join(f'"{name}": ...' for name in alone) + "}"] if alone else []
     return ", ".join(told), ", ".join(give)
-
-
-def _synonyms(name: str) -> Iterator[str]:
-    if name in _OTHER_NAMES:
-        yield _OTHER_NAMES[name]
-    yield from (argument for argument, field in _OTHER_NAMES.items() if field == name)
 
 
 def _homes(name: str) -> Iterator[type]:
