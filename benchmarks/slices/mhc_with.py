@@ -8,14 +8,17 @@
     hybrid   the recipe nam56r_h200_slice_mhc, with graphs of its attention layers and routers
 
 Every run is a process. All runs of a model take turns, the eager one first, and then once more in
-the other order. A run that is in the result is not repeated, and one that fails does not end the
-others. Writes mhc_with_GPU.json and .md.
+the other order. A run that is in the result is not repeated, so a call that came to the end of
+--minutes is continued by the same command. A run that fails does not end the others. Writes
+mhc_with_GPU.json and .md.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -36,6 +39,8 @@ _SMALL = (
     *("hidden_size=1024", "ffn_hidden_size=4096", "num_attention_heads=16", "seq_length=2048"),
     *("micro_batch_size=1", "global_batch_size=2"),
 )
+_FIRST_GUESS = 60.0
+"""Seconds that a run may take, until one has shown how many."""
 MODELS: dict[str, tuple[str, tuple[str, ...], dict[str, tuple[str, ...]]]] = {
     "gpt": (
         "gpt_mhc_h200",
@@ -93,13 +98,15 @@ def _model(name: str, model: Mapping[str, Any]) -> Iterator[results.Page]:
 
 
 def _rows(every: Mapping[str, list[dict[str, Any]]]) -> Iterator[list[Any]]:
-    eager = every.get("eager", [])
+    eager, in_fp8 = every.get("eager", []), every.get("FP8, eager", [])
     for label, of in every.items():
-        reference = every.get("FP8, eager", []) if label.startswith("FP8") else eager
-        found = ["", "", "reference"] if of is reference else ["", "", "no two eager runs"]
-        if of is not reference and len(reference) > 1:
+        reference = in_fp8 if label.startswith("FP8") and of is not in_fp8 else eager
+        found = ["", "", "reference" if of is eager else "no two eager runs"]
+        if of is not eager and len(reference) > 1:
             curves = [[*curve(run).values()] for run in (of[0], *reference)]
-            found = verdict(curves[0], curves[1:], rounding=0)
+            found = verdict(curves[0], curves[1:])
+        if of is in_fp8:
+            found[-1] = "reference in FP8"
         times = [run["milliseconds"] for run in of]
         base = sum(run["milliseconds"] for run in eager) / len(eager) if eager else None
         yield [
@@ -114,47 +121,58 @@ def _rows(every: Mapping[str, list[dict[str, Any]]]) -> Iterator[list[Any]]:
 @click.option("--only", help="Models, in this order [all].")
 @click.option("--steps", default=20, show_default=True, help="Steps of a run, ten to warm up.")
 @click.option("--turns", default=2, show_default=True, help="Runs of each kind.")
-def main(places: Places, only: str | None, steps: int, turns: int) -> None:
+@click.option("--minutes", default=28.0, show_default=True, help="Time limit of this call.")
+def main(places: Places, only: str | None, steps: int, turns: int, minutes: float) -> None:
     places.create()
-    failed = False
+    deadline, longest = time.monotonic() + 60 * minutes, _FIRST_GUESS
+    failed: set[str] = set()
     for name in results.chosen(only, MODELS, "models"):
         of_recipe, shared, labels = MODELS[name]
         recipe = recipes_index.load(of_recipe)
         structured = recipe.structure is not None
         corpus = places.work / "data" / ("structured" if structured else "corpus")
         data = places.data or runs.prepare(corpus, places.site, structured)
-        folders = places._replace(data=data)
-        facts = {**runs.header(Bench(recipe, (), *folders, 400.0)), "benchmark": "mhc_with"}
+        bench = Bench(recipe, (), *places._replace(data=data), 1.0)
+        facts = {**runs.header(bench), "benchmark": "mhc_with"}
         del facts["recipe"], facts["changes"], facts["data"]
         target = f"mhc_with_{card(facts['stack']['gpu'])}"
-        for turn in range(turns):
-            for label in [*labels][:: 1 - 2 * (turn % 2)]:
-                models = results.read(places.out, target).get("models", {})
-                if len(models.get(name, {}).get("runs", {}).get(label, [])) > turn:
-                    continue
-                changes = (*shared, *labels[label], f"train_iters={steps}")
-                changed = recipes_index.with_text(recipe, changes)
-                bench = Bench(changed, changes, *folders, 400.0)
-                file = f"{name}-{label.replace(' ', '-')}-{turn}"
-                try:
-                    rows = runs.trained(bench, file, bench.tree("overlay"))
-                    if rows is None:
-                        raise click.ClickException("it does not fit on this GPU")
-                    found = measured(rows)
-                except click.ClickException as error:
-                    failed = True
-                    print(f"{name}, {label}: {error.message}", file=sys.stderr)
-                    continue
-                with results.changing(places.out, target) as result:
-                    result.update(facts)
-                    made = {"recipe": of_recipe, "changes": [*shared], "runs": {}}
-                    model = result.setdefault("models", {}).setdefault(name, made)
-                    every = model["runs"]
-                    every.setdefault(label, []).append(found)
-                    model["runs"] = {each: every[each] for each in labels if each in every}
-                    (places.out / f"{target}.md").write_text(page(result))
-    print((places.out / f"{target}.md").read_text())
-    sys.exit(int(failed))
+        for turn, label in _turns(labels, turns):
+            run, left, started = f"{name}, {label}", deadline - time.monotonic(), time.monotonic()
+            done = results.read(places.out, target).get("models", {}).get(name, {}).get("runs", {})
+            if run in failed or len(done.get(label, [])) > turn:
+                continue
+            if left < 1.2 * longest:
+                print(f"{run}: {left:.0f} s are left, not started", file=sys.stderr)
+                continue
+            changes = (*shared, *labels[label], f"train_iters={steps}")
+            changed = recipes_index.with_text(recipe, changes)
+            of = replace(bench, recipe=changed, changes=changes, timeout=left)
+            try:
+                rows = runs.trained(
+                    of, f"{name}-{label.replace(' ', '-')}-{turn}", of.tree("overlay")
+                )
+                if rows is None:
+                    raise click.ClickException("it does not fit on this GPU")
+                found = measured(rows)
+            except click.ClickException as error:
+                failed.add(run)
+                print(f"{run}: {error.message}", file=sys.stderr)
+                continue
+            longest = max(longest, time.monotonic() - started)
+            with results.changing(places.out, target) as result:
+                result.update(facts)
+                made = {"recipe": of_recipe, "changes": [*shared], "runs": {}}
+                model = result.setdefault("models", {}).setdefault(name, made)
+                every = {**model["runs"], label: [*done.get(label, []), found]}
+                model["runs"] = {each: every[each] for each in labels if each in every}
+                (places.out / f"{target}.md").write_text(page(result))
+    sys.exit(int(bool(failed)))
+
+
+def _turns(labels: Iterable[str], turns: int) -> Iterator[tuple[int, str]]:
+    """The runs of a model: in their order, then in the other."""
+    for turn in range(turns):
+        yield from ((turn, label) for label in [*labels][:: 1 - 2 * (turn % 2)])
 
 
 if __name__ == "__main__":

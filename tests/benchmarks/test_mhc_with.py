@@ -48,6 +48,7 @@ def test_a_page_compares_with_eager_runs_of_the_same_precision() -> None:
     )
     graphs = "| 50.5 | 0.500 | 9.00 | | 5.0000 | 4.5000 | 2.50e-01 | 2.50e-01 | within the noise |"
     assert rows["local graphs of layers"].endswith(graphs)
+    assert rows["FP8, eager"].endswith("| 2.50e-01 | 1.00e+00 | reference in FP8 |")
     assert rows["FP8, local graphs of layers"].endswith(
         "| 1.25e-01 | 5.00e-01 | **beyond the noise** |"
     )
