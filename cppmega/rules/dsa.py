@@ -52,53 +52,55 @@ def _unfused(run: Run) -> object:
 
 def _declined(run: Run) -> Iterator[dict[str, str]]:
     """What the backend that is named declines; Megatron then runs unfused, at the debug level."""
-    assert run.pages is not None  # as for every rule of the table
-    reasons: list[str] = []
-    if run.dsa_kernel_backend in (None, "none"):
+    pages, backend = run.pages, run.dsa_kernel_backend
+    if pages is None or backend in (None, "none"):
         return
-    if run.dsa_kernel_backend != "tilelang" or not run.pages.inside(dsa_widths.ATTENTION):
-        reasons += _sizes(run, run.pages)
-    if TILELANG_DSA.used(run) and DENSE_LOSS.used(run) and not run.pages.inside(DENSE_LOSS_KERNEL):
-        lacking = _without(run.pages.outside(DENSE_LOSS_KERNEL))
-        reasons.append(f"the indexer's dense loss; it only has the sparse one{lacking}")
-    for reason in reasons:
-        yield {"reason": reason, "scores": scores(run)}
+    for parts, name in ((_attention, dsa_widths.ATTENTION), (_indexer, DENSE_LOSS_KERNEL)):
+        if backend == "tilelang" and pages.inside(name):
+            continue  # a page computes this part in its place
+        others = pages.outside(name) if backend == "tilelang" else ()
+        for reason, further in parts(run, pages):
+            lacking = " or ".join([*further, *others])
+            without = f" without the patch {lacking}" if lacking else ""
+            yield {"reason": reason + without, "scores": scores(run)}
 
 
-def _sizes(run: Run, pages: Pages) -> Iterator[str]:
-    """The attention sizes that a backend declines."""
+Reasons = Iterator[tuple[str, list[str]]]
+"""What a backend declines, with the pages by which it would not."""
+
+
+def _attention(run: Run, pages: Pages) -> Reasons:
     backend = run.dsa_kernel_backend
-    others = list(pages.outside(dsa_widths.ATTENTION)) if backend == "tilelang" else []
     widths = run.kv_lora_rank + run.qk_pos_emb_head_dim, run.kv_lora_rank
     supported = dsa_widths.supported(backend, pages.inside(dsa_widths.TILELANG))
     if widths not in supported:
         known = ", ".join(f"{query} and {value}" for query, value in supported)
-        lacking = [
-            page
-            for page, widened in pages.outside(dsa_widths.TILELANG).items()
-            if widths in dsa_widths.supported(backend, widened)
-        ]
-        yield (
-            f"query and value widths of {widths[0]} and {widths[1]}; it supports {known}"
-            + _without([*lacking, *others])
-        )
+        wider = pages.outside(dsa_widths.TILELANG).items()
+        lacking = [page for page, more in wider if widths in dsa_widths.supported(backend, more)]
+        yield f"query and value widths of {widths[0]} and {widths[1]}; it supports {known}", lacking
+    elif run.deterministic_mode and widths not in dsa_widths.RELEASED:
+        yield f"values of {widths[1]} in --deterministic-mode, as it sums gradients by atomics", []
     if backend != "tilelang":
         return
+    if not run.bf16:
+        yield "attention in another type than bf16", []
     heads = run.num_attention_heads // run.tensor_model_parallel_size
     if heads > _TILE and heads & (heads - 1):
-        yield (
-            f"{heads} heads on a rank; it supports powers of two, and any number up to {_TILE}"
-            + _without(others)
-        )
+        yield f"{heads} heads on a rank; it supports powers of two, and any up to {_TILE}", []
     if run.dsa_indexer_topk % _BLOCK:
-        yield (
-            f"{run.dsa_indexer_topk} keys per query; it supports multiples of {_BLOCK}"
-            + _without(others)
-        )
+        yield f"{run.dsa_indexer_topk} keys per query; it supports multiples of {_BLOCK}", []
 
 
-def _without(pages: Any) -> str:
-    return f" without the patch {' or '.join(pages)}" if pages else ""
+def _indexer(run: Run, _: Pages) -> Reasons:
+    if run.dsa_kernel_backend != "tilelang":
+        return
+    if not run.bf16:
+        yield "an indexer in another type than bf16", []
+    if DENSE_LOSS.used(run):
+        yield "the indexer's dense loss; it only has the sparse one", []
+    heads = run.dsa_indexer_n_heads or 0
+    if run.dsa_indexer_loss_coeff and (heads > 64 or heads % 8):
+        yield f"gradients of {heads} index heads; it supports multiples of 8 up to 64", []
 
 
 def _miscompiled(run: Run) -> object:

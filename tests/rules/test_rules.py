@@ -122,6 +122,44 @@ def test_checkpoints_with_other_streams(given: Any, saved: Any, said: str) -> No
     assert not said or said in found[0][1]
 
 
+TILELANG = {
+    **{"experimental_attention_variant": "dsa", "dsa_kernel_backend": "tilelang", "bf16": True},
+    **{"kv_lora_rank": 128, "qk_pos_emb_head_dim": 64, "num_attention_heads": 32},
+    **{"tensor_model_parallel_size": 1, "seq_length": 64, "dsa_indexer_topk": 64, "num_layers": 2},
+    **{"dsa_indexer_n_heads": 32, "dsa_indexer_loss_coeff": 0.1},
+    "dsa_indexer_use_sparse_loss": True,
+}
+WIDENED = {"dsa_widths_tilelang": ((192, 128),)}
+
+
+@pytest.mark.parametrize(
+    ("given", "provided", "declines"),
+    [
+        ({}, WIDENED, []),
+        ({}, {}, ["widths of 192 and 128"]),
+        ({"deterministic_mode": True}, WIDENED, ["--deterministic-mode"]),
+        ({"deterministic_mode": True, "kv_lora_rank": 512}, {}, []),
+        ({"fp16": True, "bf16": False}, WIDENED, ["attention in another", "indexer in another"]),
+        ({"dsa_indexer_n_heads": 20}, WIDENED, ["gradients of 20 index heads"]),
+        ({"dsa_indexer_n_heads": 20, "dsa_indexer_loss_coeff": 0}, WIDENED, []),
+        ({"dsa_indexer_use_sparse_loss": False}, WIDENED, ["dense loss"]),
+        (
+            {"deterministic_mode": True, "dsa_indexer_n_heads": 20},
+            {"dsa_sparse_attention": ("fused",), "dsa_dense_indexer_loss": ("fused",)},
+            [],
+        ),
+    ],
+)
+def test_calls_that_a_backend_declines(
+    given: dict[str, Any], provided: dict[str, Any], declines: list[str]
+) -> None:
+    pages = SimpleNamespace(inside=lambda name: provided.get(name, ()), outside=lambda name: {})
+    run = Run(SimpleNamespace(**TILELANG | given), {}, pages=pages)
+    found = [error.what for error in errors(RULES, run) if error.name == "dsa-backend-declines"]
+    assert len(found) == len(declines)
+    assert all(text in what for text, what in zip(declines, found, strict=True))
+
+
 ALL: list[Rule] = [
     *(*RULES, *recipes.RULES),
     *(rule for page in catalogue.load().values() for rule in page.patch.rules),
