@@ -154,6 +154,7 @@ def _parallel(recipe: Fields) -> Iterator[Argument]:
         *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
         "expert_model_parallel_size",
     )
+    yield from _context(recipe)
     virtual = recipe.virtual_pipeline_model_parallel_size
     if recipe.kind != "hybrid" and virtual > 1:  # a hybrid model's pattern determines it
         yield "--num-virtual-stages-per-pipeline-rank", (str(virtual),)
@@ -166,6 +167,15 @@ def _parallel(recipe: Fields) -> Iterator[Argument]:
     ):
         if getattr(recipe, name):
             yield _flag(name), ()
+
+
+def _context(recipe: Fields) -> Iterator[Argument]:
+    if recipe.context_parallel_size == 1:
+        return
+    yield from _values(recipe, "context_parallel_size")
+    if recipe.uses_dsa:
+        # DSA has no other exchange, and Megatron requires the same of all layers beside it.
+        yield "--cp-comm-type", ("all_gather",)
 
 
 def _training(recipe: Fields) -> Iterator[Argument]:

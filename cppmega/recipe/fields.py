@@ -153,6 +153,8 @@ class Fields:
     structure: Structure | None = None
 
     tensor_model_parallel_size: Positive = 1
+    context_parallel_size: Positive = 1
+    """Ranks that share out the tokens of every sequence."""
     pipeline_model_parallel_size: Positive = 1
     virtual_pipeline_model_parallel_size: Positive = 1
     """Stages of each pipeline rank, by the interleaved schedule. A hybrid model takes them from the
@@ -292,7 +294,7 @@ class Fields:
     def data_parallel_size(self) -> int:
         """Ranks that see different data."""
         model = self.tensor_model_parallel_size * self.pipeline_model_parallel_size
-        return max(self.gpus, 1) // model
+        return max(self.gpus, 1) // (model * self.context_parallel_size)
 
     @property
     def eval_iters(self) -> int:

@@ -14,7 +14,7 @@ _SAME = (
     *("hidden_size", "num_attention_heads", "seq_length", "kv_channels", "qk_layernorm"),
     *("make_vocab_size_divisible_by", "micro_batch_size", "use_distributed_optimizer"),
     *("num_experts", "moe_router_topk", "moe_shared_expert_intermediate_size"),
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
     *("expert_model_parallel_size", "cross_entropy_loss_fusion", "gradient_accumulation_fusion"),
 )
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
@@ -40,13 +40,13 @@ def from_arguments(run: Run, world: int | None = None) -> Recipe | None:
     latent, dsa, letters = bool(run.multi_latent_attention), uses_dsa(run), layer_pattern(run)
     names = (*_SAME, *_LATENT * latent, *_SPARSE * dsa)
     given = {name: value for name in names if (value := getattr(run, name)) is not None}
-    given["seq_length"] //= run.context_parallel_size or 1
     if run.group_query_attention and not latent:
         given["num_query_groups"] = run.num_query_groups
     if dsa:
         given["dsa_kernel_backend"] = run.dsa_kernel_backend or "none"
-    tensor, pipes = run.tensor_model_parallel_size or 1, run.pipeline_model_parallel_size or 1
-    ranks = world or pipes * math.lcm(tensor, run.expert_model_parallel_size or 1)
+    model = (run.tensor_model_parallel_size or 1) * (run.context_parallel_size or 1)
+    pipes = run.pipeline_model_parallel_size or 1
+    ranks = world or pipes * math.lcm(model, run.expert_model_parallel_size or 1)
     width = run.ffn_hidden_size or _default_width(run)
     return Recipe(
         **{"name": "line", "purpose": "a command line", "gpus": ranks, **_layers(run, letters)},
@@ -61,7 +61,7 @@ def from_arguments(run: Run, world: int | None = None) -> Recipe | None:
         cross_entropy_fusion_impl=(
             "linear" if run.cross_entropy_fusion_impl == "linear" else "native"
         ),
-        global_batch_size=(run.micro_batch_size or 1) * (ranks // tensor),
+        global_batch_size=(run.micro_batch_size or 1) * (ranks // model),
     )
 
 

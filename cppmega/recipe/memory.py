@@ -130,7 +130,8 @@ def _states(recipe: Recipe, rank: int) -> int:
 
 def _bytes(recipe: Recipe, dense: int, routed: int) -> int:
     """Bytes of a rank's parameters and of what training adds to them."""
-    replicas, spread = recipe.data_parallel_size, _spread(recipe, routed)
+    replicas = recipe.data_parallel_size * recipe.context_parallel_size
+    spread = _spread(recipe, routed)
     if recipe.kind == "loop":
         return (dense + spread) * 16  # fp32 weight, gradient and Adam's two moments
     # A bf16 weight and an fp32 gradient; an fp32 weight and two moments, sharded over the replicas.
@@ -162,7 +163,7 @@ def _saved(recipe: Recipe, routed: bool = False) -> int:
 
 
 def _activations(recipe: Recipe, rank: int, fused: bool) -> int:
-    tokens, layout = recipe.micro_batch_size * recipe.seq_length, recipe.layout
+    tokens, layout = _tokens(recipe), recipe.layout
     kept = {letter: _kept(recipe, letter, tokens, fused) for letter in set(layout.letters)}
     stages = []
     for number, (letters, shared) in enumerate(_stages(recipe, rank)):
@@ -181,6 +182,11 @@ def _activations(recipe: Recipe, rank: int, fused: bool) -> int:
     again = (_kept(plain, letter, tokens, fused) - kept[letter] for letter in kept)
     passing = _passing_scores(recipe, tokens) if "D" in kept and not fused else 0
     return most + max(*again, passing)
+
+
+def _tokens(recipe: Recipe) -> int:
+    """Tokens of a micro-batch on one rank."""
+    return recipe.micro_batch_size * recipe.seq_length // recipe.context_parallel_size
 
 
 def _own_tokens(recipe: Recipe, tokens: int) -> int:
@@ -290,7 +296,7 @@ def _recomputed_streams(recipe: Recipe, rank: int) -> int:
     """The streams of one block, all of which its backward pass computes before it begins."""
     if not _recomputes_streams(recipe):
         return 0
-    tokens = recipe.micro_batch_size * recipe.seq_length
+    tokens = _tokens(recipe)
     sites = max(_sites(recipe, len(letters)) for letters, _ in _stages(recipe, rank))
     return sites * _streams(recipe, tokens)
 
@@ -345,7 +351,7 @@ def _recomputes_attention(recipe: Recipe) -> bool:
 
 
 def _logits(recipe: Recipe) -> int:
-    tokens = recipe.micro_batch_size * recipe.seq_length
+    tokens = _tokens(recipe)
     rows = recipe.padded_vocab_size // recipe.tensor_model_parallel_size
     heads = 1 + recipe.layout.depths
     if recipe.uses_linear_cross_entropy:

@@ -112,7 +112,7 @@ def render(
     for argument in (*recipe.arguments, *further):
         words.append(_name(argument, line) or argument)
     environment = (*recipe.variables, *recipe.environment)
-    if recipe.tensor_model_parallel_size > 1:
+    if max(recipe.tensor_model_parallel_size, recipe.context_parallel_size) > 1:
         # Before Blackwell, Megatron requires it to order communication before computation.
         environment = (("CUDA_DEVICE_MAX_CONNECTIONS", "1"), *environment)
     return Rendered(version, tuple(words), environment, missing(recipe, version))

@@ -104,11 +104,6 @@ LINEAR_LOSS = Part(
     "--cross-entropy-fusion-impl native",
 )
 CUDA_GRAPHS_OF_LAYERS = Part("CUDA graphs", _graphs(), "--cuda-graph-impl none")
-TRAINER = Part(
-    "cppmega's trainer",
-    lambda run: run.recipe is not None,
-    "train with the pretrain script of a Megatron checkout under `python -m cppmega.run`",
-)
 
 # What it may ask for, where that is more than an argument.
 CONTEXT_PARALLEL = Part("--context-parallel-size", _above_one("context_parallel_size"))
@@ -197,6 +192,11 @@ PACKED_DOCUMENTS = Part(
     "packed_documents",
     lambda run: run.recipe is not None and run.recipe.packed_documents,
     "--set packed_documents=false",
+)
+TRAINED_GRAPHS = Part(
+    "CUDA graphs of a recipe",
+    lambda run: run.recipe is not None and CUDA_GRAPHS.used(run),
+    "--set cuda_graph_impl=none",
 )
 DROPLESS_EXPERTS = Part(
     "the capture of complete MoE layers whose experts drop no tokens",
@@ -321,8 +321,9 @@ UNSUPPORTED: Mapping[Part, Mapping[Part | str, str]] = {
             "GPU; the host has to wait for it, which no graph can do."
         ),
     },
-    TRAINER: {
-        CONTEXT_PARALLEL: "It does not split a sequence over ranks: all would see all of it."
+    CONTEXT_PARALLEL: {
+        PACKED_DOCUMENTS: "The mask by which DSA is told of padding is not split over ranks.",
+        TRAINED_GRAPHS: "Capturing layers whose ranks exchange tokens has not been tested.",
     },
 }
 """By part: each option that it does not support, and the reason. A string is an argument."""

@@ -90,6 +90,7 @@ def _unaligned(recipe: Any) -> Iterator[Mapping[str, object]]:
 
 def _gpus_do_not_split(recipe: Any) -> object:
     model = recipe.tensor_model_parallel_size * recipe.pipeline_model_parallel_size
+    model *= recipe.context_parallel_size
     gpus = counted(recipe.gpus, "GPU")
     return max(recipe.gpus, 1) % model and {"model": model, "counted": gpus}
 
@@ -311,9 +312,9 @@ _TABLE: Table = {
             lambda recipe: (recipe.gpus == 0) != _is_loop(recipe),
             "Only a loop, of kind 'loop', runs without a GPU.",
         ),
-        "{counted} cannot be split into TP x PP = {model}.": (
+        "{counted} cannot be split into TP x CP x PP = {model}.": (
             _gpus_do_not_split,
-            "Every replica of the model needs TP x PP of them.",
+            "Every replica of the model needs TP x CP x PP of them.",
         ),
         "{num_experts} experts do not divide into EP {expert_model_parallel_size}.": (
             lambda recipe: (
@@ -326,6 +327,7 @@ _TABLE: Table = {
         "data-parallel ranks.": (
             lambda recipe: (
                 recipe.data_parallel_size
+                * recipe.context_parallel_size
                 * recipe.tensor_model_parallel_size
                 % recipe.expert_model_parallel_size
             ),
@@ -402,6 +404,12 @@ _TABLE: Table = {
         "async_save or keep_checkpoints in a loop.": (
             lambda recipe: recipe.async_save or recipe.keep_checkpoints,
             "It has neither.",
+        ),
+    },
+    Part("context parallelism", lambda recipe: recipe.context_parallel_size > 1): {
+        "seq_length={seq_length} is not a multiple of 2 x CP {context_parallel_size}.": (
+            lambda recipe: recipe.seq_length % (2 * recipe.context_parallel_size),
+            "Every rank has a piece from the front of a sequence, and one from the back.",
         ),
     },
     "training by Megatron": {

@@ -187,10 +187,27 @@ def check_structure(sample: Mapping[str, torch.Tensor], structure: Structure) ->
             )
 
 
+def of_context_rank(
+    sample: Mapping[str, torch.Tensor], ranks: int, rank: int
+) -> dict[str, torch.Tensor]:
+    """The tokens of a micro-batch, `[b, s]` each, that a context-parallel rank has."""
+    from cppmega.ops.common.balanced_order import balanced_order
+
+    length = sample["tokens"].size(1) // ranks
+    own = balanced_order(None, length, ranks).view(ranks, length)[rank]
+    return {name: values[:, own] for name, values in sample.items()}
+
+
 def next_batch(
-    recipe: Recipe, iterator: Iterator[dict[str, torch.Tensor]], eod: int, device: Any
+    recipe: Recipe,
+    iterator: Iterator[dict[str, torch.Tensor]],
+    eod: int,
+    device: Any,
+    context_rank: int = 0,
 ) -> Batch:
     """Take a micro-batch, check it, pack it if the recipe does, and copy it to the device.
+
+    With context parallelism the rank gets its own tokens of it.
 
     Nothing is read back from the device: values, sizes and boundaries come from host tensors.
 
@@ -213,6 +230,10 @@ def next_batch(
     def moved_mask(mask: torch.Tensor) -> torch.Tensor:
         # The losses without logits skip masked tokens if the host knows how many there are.
         return counting_tokens(moved(mask), int(mask.count_nonzero()))
+
+    if recipe.context_parallel_size > 1:
+        sample = of_context_rank(sample, recipe.context_parallel_size, context_rank)
+        ids = {name: sample[name] for name in ids}
 
     if not recipe.packed_documents:
         return Batch(

@@ -192,12 +192,14 @@ def _depth_losses(batch: Batch, means: torch.Tensor) -> dict[str, torch.Tensor]:
         means: fp32 [depths]: the mean over those tokens.
     """
     import torch
+    from megatron.core import parallel_state
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
+    group = parallel_state.get_context_parallel_group()
     mask, losses = batch.loss_mask, {}
     for depth, mean in enumerate(means, start=1):
         mask, count = roll_tensor(
-            mask, shifts=-1, dims=-1, cp_group=None, packed_seq_params=batch.packed_seq_params
+            mask, shifts=-1, dims=-1, cp_group=group, packed_seq_params=batch.packed_seq_params
         )
         losses[f"mtp_{depth} loss"] = torch.stack([mean.detach() * count, count.to(mean.dtype)])
     return losses

@@ -58,7 +58,12 @@ class ForwardStep:
 
     def read(self, data_iterator: Iterator[dict[str, torch.Tensor]]) -> Batch:
         """Take the next micro-batch."""
-        batch = next_batch(self.recipe, data_iterator, self.eod, self.device)
+        rank = 0
+        if self.recipe.context_parallel_size > 1:
+            from megatron.core import parallel_state
+
+            rank = parallel_state.get_context_parallel_rank()
+        batch = next_batch(self.recipe, data_iterator, self.eod, self.device, rank)
         self._marks.read_batch()
         return batch
 

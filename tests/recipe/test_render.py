@@ -119,6 +119,7 @@ def recipes() -> dict[str, Recipe]:
     found["flex"] = found["nam56r_h200_2gpu_ep2"].with_(
         moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="hybridep"
     )
+    found["context"] = full.with_(gpus=2, context_parallel_size=2)
     return {**found, "graphs": GRAPHS, "dense": DENSE, "virtual": VIRTUAL, "full_cut": full}
 
 
@@ -157,7 +158,7 @@ def test_the_release_reads_what_the_recipe_says(version: str) -> None:
             *("hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "seed"),
             *("micro_batch_size", "global_batch_size", "train_iters", "lr", "clip_grad"),
             *("tensor_model_parallel_size", "expert_model_parallel_size", "init_method_std"),
-            "pipeline_model_parallel_size",
+            *("pipeline_model_parallel_size", "context_parallel_size"),
             *("use_distributed_optimizer", "overlap_param_gather", "rotary_base"),
             "ddp_average_in_collective",
             *("padded_vocab_size", "dist_ckpt_optim_fully_reshardable"),

@@ -29,7 +29,7 @@ PARTS: dict[Part, dict[str, Any]] = {
     c.CUDNN_DSA: {**DSA, "dsa_kernel_backend": "cudnn"},
     c.TILELANG_DSA: {**DSA, "dsa_kernel_backend": "tilelang"},
     c.CUDA_GRAPHS_OF_LAYERS: {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn"]},
-    c.TRAINER: {"recipe": SimpleNamespace(packed_documents=False)},
+    c.CONTEXT_PARALLEL: {"context_parallel_size": 2},
     c.SHARED_KEYS: {**DSA, "dsa_indexer_topk_freq": 4},
     c.LINEAR_LOSS: {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"},
 }
@@ -89,6 +89,10 @@ OPTIONS: dict[Part | str, dict[str, Any]] = {
     c.HETEROGENEOUS: {"heterogeneous_layers_config_path": "layers.json"},
     c.SHARED_KEYS: {**DSA, "CPPMEGA_INDEX_CACHE": "1"},
     c.PACKED_DOCUMENTS: {"recipe": PACKED},
+    c.TRAINED_GRAPHS: {
+        **{"recipe": SimpleNamespace(packed_documents=False), "cuda_graph_impl": "local"},
+        "cuda_graph_modules": ["attn"],
+    },
     c.DROPLESS_EXPERTS: {
         **{"cuda_graph_impl": "local", "cuda_graph_modules": ["moe"], "num_experts": 8},
     },

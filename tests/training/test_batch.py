@@ -57,6 +57,14 @@ def test_a_batch_with_a_wrong_value(
     assert caught.value.name == error and words in caught.value.what
 
 
+def test_context_parallel_ranks_get_pieces_from_both_ends() -> None:
+    recipe = RECIPE.with_(gpus=2, context_parallel_size=2, packed_documents=False)
+    for rank, places in enumerate(([0, 1, 6, 7], [2, 3, 4, 5])):
+        found, whole = next_batch(recipe, iter([batch()]), 0, "cpu", rank), batch()
+        for name, values in whole.items():
+            assert torch.equal(getattr(found, name), values[:, places]), name
+
+
 def test_a_right_batch() -> None:
     whole = batch(tokens=(0, VOCAB - 1), labels=(0, 0), loss_mask=(0, 0.0))
     check_batch(whole["tokens"], whole["labels"], whole["loss_mask"], VOCAB)

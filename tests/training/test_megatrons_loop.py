@@ -16,7 +16,7 @@ PAGES = (
     *("own_mixers", "float16_keep_fp32", "input_embeddings", "hybrid_mtp_padding_mask"),
     *("dsa_index_share", "dsa_index_share_holder", "dsa_indexer_kernels", "dsa_attention_kernels"),
     *("mhc_connections", "linear_ce_hybrid_head", "mtp_linear_ce", "cross_entropy_fusion_linear"),
-    *("grad_accumulation_without_apex", "mtp_roll_packed_sequences"),
+    *("grad_accumulation_without_apex", "mtp_roll_packed_sequences", "mtp_per_token_counts"),
     *("fully_reshardable_bucket_padding", "log_second_line", "grad_checks_no_host_sync"),
     *("async_save_host_copies", "absorbed_mla_gathered_weight"),
 )
@@ -25,6 +25,7 @@ CHECKS = {
         "check_training_is_the_same_to_the_bit_and_so_are_the_samples",
         "check_a_resumed_run_is_evaluated_on_the_same_samples",
         "check_ranks_that_share_heads_are_evaluated_as_one_rank",
+        "check_ranks_that_share_sequences_are_evaluated_as_one_rank",
     ),
     "saving": (
         "check_a_kill_at_any_moment_leaves_a_checkpoint_that_loads",
