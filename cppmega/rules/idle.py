@@ -51,6 +51,10 @@ _UNREAD: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda run: not uses_dsa(run),
         "no layer is DSA",
     ),
+    "--softmax-type --window-size --window-attn-skip-freq": (
+        lambda run: uses_dsa(run) and not {"*", "+"} & {*layer_pattern(run)},
+        "no attention but DSA's is in the model, which never reads it",
+    ),
     "--mla-down-proj-fusion": (
         # Hybrid stacks build it since 0.19, for the letter of MLA, which older releases lack.
         lambda run: layer_pattern(run) != "" and "+" not in layer_pattern(run),

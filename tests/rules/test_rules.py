@@ -122,6 +122,24 @@ def test_checkpoints_with_other_streams(given: Any, saved: Any, said: str) -> No
     assert not said or said in found[0][1]
 
 
+@pytest.mark.parametrize(
+    ("words", "given", "idle"),
+    [
+        ("--softmax-type", {"hybrid_layer_pattern": "D-M"}, "--softmax-type"),
+        ("--softmax-type", {"hybrid_layer_pattern": "D-*"}, ""),
+        ("--window-size", {"experimental_attention_variant": "dsa"}, "--window-size"),
+        ("--fp8-recipe --fp8-margin", {}, "--fp8-recipe, --fp8-margin"),
+        ("--fp8-recipe", {"fp8": "hybrid"}, ""),
+        ("--save-interval", {"save": "there"}, ""),
+        ("--moe-router-topk --async-save", {"num_experts": 4}, "--async-save"),
+    ],
+)
+def test_arguments_that_are_not_read(words: str, given: dict[str, Any], idle: str) -> None:
+    run = Run(SimpleNamespace(num_layers=4, bf16=True, **given), {}, words=words.split())
+    found = [error.what for error in errors(RULES, run) if error.name == "argument-without-effect"]
+    assert [what.partition(" has no effect")[0] for what in found] == [idle] * bool(idle)
+
+
 TILELANG = {
     **{"experimental_attention_variant": "dsa", "dsa_kernel_backend": "tilelang", "bf16": True},
     **{"kv_lora_rank": 128, "qk_pos_emb_head_dim": 64, "num_attention_heads": 32},
