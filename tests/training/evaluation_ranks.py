@@ -107,7 +107,7 @@ def check_ranks_that_share_heads_are_evaluated_as_one_rank(folder: Path) -> None
 def check_ranks_that_share_sequences_are_evaluated_as_one_rank(folder: Path) -> None:
     """Where the loss is a mean over all tokens, not over the ranks' means."""
     recipe, saved = WHOLE.with_(eval_interval=3, packed_documents=False), folder / "sequences"
-    recipe = recipe.plus("--calculate-per-token-loss")
+    recipe = recipe.with_(pattern="DMD+REE-/+-/+-").plus("--calculate-per-token-loss")
     trained(folder, "whole", recipe, save=saved)
     parts = {"context_parallel_size": 2}
     layout = Configuration(context=2), parts
