@@ -170,6 +170,11 @@ RECOMPUTED_MLP = Part(
     lambda run: recomputes(run, "mhc") and recomputes(run, "mlp"),
     "name only one of the two in --recompute-modules",
 )
+FUSED_UNDER_FSDP = Part(
+    "--use-megatron-fsdp with --use-fused-mhc and the fusion of gradient accumulation",
+    lambda run: run.use_megatron_fsdp and run.use_fused_mhc and run.gradient_accumulation_fusion,
+    "--no-gradient-accumulation-fusion",
+)
 OFFLOADED_GRAPHS = Part(
     "activation offloading with --cuda-graph-impl {}",
     lambda run: (run.fine_grained_activation_offloading or run.cpu_offloading) and _graphs()(run),
@@ -234,7 +239,7 @@ _NOT_INITIALIZED = "Their weights would not be initialized."
 UNSUPPORTED: Mapping[Part, Mapping[Part | str, str]] = {
     MHC: {
         "--use-torch-fsdp2": "It shards one type of parameters; the mapping's stay fp32.",
-        "--use-megatron-fsdp": "Parameters that stay fp32 in a bf16 model are untested.",
+        FUSED_UNDER_FSDP: "The kernels add the mapping's gradient to a buffer that FSDP manages.",
         "--use-precision-aware-optimizer": "It never updates its copy of an fp32 parameter.",
         "--init-model-with-meta-device": "The mapping is initialized when the module is built.",
         WHOLE_STEP_GRAPHS: "It has not been tested.",

@@ -183,6 +183,7 @@ def test_a_rule_about_arguments_has_its_own_name(name: str, changes: dict[str, o
     refused(name, **changes)
 
 
+CONTEXT = {"context_parallel_size": 2}
 OFFLOADED = ("--fine-grained-activation-offloading", "--offload-modules", "core_attn")
 
 
@@ -218,6 +219,8 @@ def test_what_hyper_connections_do_not_support_is_refused(
         ("gpt_mhc_h200", {"cuda_graph_impl": "transformer_engine"}, ()),
         ("gpt_mhc_h200", {}, (*OFFLOADED, "attn_norm")),
         ("gpt_mhc_h200", {"recompute_modules": ("mhc",)}, (*OFFLOADED, "attn_proj")),
+        ("gpt_mhc_h200", {}, ("--use-megatron-fsdp",)),
+        ("gpt_mhc_h200_4gpu_tp2_pp2", {"pipeline_model_parallel_size": 1, **CONTEXT}, ()),
         ("gpt_mhc_h200_4gpu_tp2_pp2", {"virtual_pipeline_model_parallel_size": 2}, ()),
     ],
 )

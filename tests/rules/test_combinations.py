@@ -38,7 +38,10 @@ PARTS: dict[Part, dict[str, Any]] = {
 OPTIONS: dict[Part | str, dict[str, Any]] = {
     c.CONTEXT_PARALLEL: {"context_parallel_size": 2},
     c.FSDP: {"use_megatron_fsdp": True},
-    "--use-megatron-fsdp": {"use_megatron_fsdp": True},
+    c.FUSED_UNDER_FSDP: {
+        **{"use_megatron_fsdp": True, "use_fused_mhc": True},
+        "gradient_accumulation_fusion": True,
+    },
     "--use-torch-fsdp2": {"use_torch_fsdp2": True},
     "--use-mup": {"use_mup": True},
     "--init-model-with-meta-device": {"init_model_with_meta_device": True},

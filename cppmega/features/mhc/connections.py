@@ -126,6 +126,8 @@ class HyperConnectionModule(torch.nn.Module):
         if self.block is not None:
             before, (out, bias) = self.block.recomputed(streams), out_with_bias
             kept = (site.h_post.detach(), site.h_res.detach(), out.detach())
+            if bias is not None:  # Megatron-FSDP frees it until this layer's own backward pass
+                bias = bias.detach().clone()
 
             def make() -> Tensor:
                 h_post, h_res, out = kept

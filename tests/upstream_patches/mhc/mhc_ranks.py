@@ -27,6 +27,7 @@ from cppmega.proof import cpu_shims
 from cppmega.proof.cpu_shims import keep_saves_here
 from cppmega.proof.small_models import arguments
 from tests.upstream_patches.mhc import mhc_models as models
+from tests.upstream_patches.mhc.fsdp_ranks import sharded
 from tests.upstream_patches.optimizer.distributed_optimizer import on_cpu
 
 STEPS, RATE = 2, 0.05
@@ -90,6 +91,7 @@ def main(folder: str) -> None:
     arrange({})
     found["resumed"] = resumed(Path(folder) / "resumed")
     found["overlapped"] = overlapped()
+    found["sharded"] = sharded()
     if torch.distributed.get_rank() == 0:
         print(json.dumps(found))
 

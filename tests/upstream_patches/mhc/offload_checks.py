@@ -6,7 +6,7 @@ Imported in the process that runs a tree, never by pytest itself.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -31,14 +31,14 @@ STEPS = 2
 Steps = list[tuple[list[float], list[torch.Tensor]]]
 
 
-class _Queue:
-    """Replaces streams and events of CUDA: everything is done when it is asked for."""
+class Queue:
+    """Replaces streams, events and handles: everything is done when it is asked for."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         pass
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *given, **named: None
+    def __getattr__(self, name: str) -> type[Queue]:
+        return Queue  # what is called returns one
 
 
 @contextlib.contextmanager
@@ -55,7 +55,7 @@ def on_host(moved: list[int]) -> Iterator[None]:
         return not isinstance(tensor, torch.nn.Parameter)
 
     replaced: tuple[tuple[Any, str, Any], ...] = (
-        *((torch.cuda, name, _Queue) for name in ("Stream", "Event", "current_stream")),
+        *((torch.cuda, name, Queue) for name in ("Stream", "Event", "current_stream")),
         (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
         (torch.Tensor, "record_stream", lambda *given: None),
         (transformer_engine, "cpu_offload", SimpleNamespace()),
