@@ -15,7 +15,7 @@ import pytest
 
 from cppmega.runs.folder import Run
 from tests.launch.bench import needs_tmux, until
-from tests.support import PATIENCE, REPOSITORY, patched
+from tests.support import PATIENCE, REPOSITORY, environment, patched
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
@@ -29,15 +29,8 @@ class Console:
 
     def __init__(self, folder: Path, root: Path) -> None:
         self.folder, self.root = folder, root
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("CPPMEGA_", "TMUX"))}
-        self.environment = {
-            **kept,
-            "PYTHONPATH": str(REPOSITORY),
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "PYTHONWARNINGS": "ignore",
-            "OMP_NUM_THREADS": "1",
-            "TMUX_TMPDIR": str(folder),
-        }
+        self.environment = environment(root) | {"TMUX_TMPDIR": str(folder)}
+        self.environment.pop("TMUX", None)
 
     def __call__(self, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
