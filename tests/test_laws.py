@@ -295,15 +295,15 @@ def test_apply_and_revert_on_disk(version: str, tmp_path: Path) -> None:
         record = next(iter(Tree(root).distributions.values())).record
         assert len(record) > 100 and record.items() <= before.items()
     for environment in ({}, laws.gates()) if version in laws.SUPPORTED else ({},):
-        outcome = _apply(root, environment)
+        outcome = _apply(root, version, environment)
         assert outcome.ok, outcome.plan.failures
         states = {verdict.state for verdict in outcome.verdicts}
         assert states <= {"applied", "armed", *NOT_NEEDED}
         if environment:
             _assert_patched(root, version)
-        again = _apply(root, environment)
+        again = _apply(root, version, environment)
         assert again.ok and not again.changed and not again.receipt_changed
-    overlay.revert(_session(root))
+    overlay.revert(_session(root, version))
     assert not (root / ".cppmega").exists() and not leftovers(root)
     assert _hashes(root) == before
 
@@ -313,14 +313,15 @@ def _hashes(root: Path) -> dict[str, str]:
     return {path.relative_to(root).as_posix(): sha256(path.read_bytes()) for path in files}
 
 
-def _session(root: Path) -> overlay.Session:
+def _session(root: Path, version: str) -> overlay.Session:
     session = overlay.Session(root, ())
-    session.pages = laws.pages()
+    session.pages, session._survey = laws.pages(), laws.planned(version).survey
     return session
 
 
-def _apply(root: Path, environment: dict[str, str]) -> overlay.Outcome:
-    return overlay.apply(_session(root), kinds=PURPOSES, environment=environment)
+def _apply(root: Path, version: str, environment: dict[str, str]) -> overlay.Outcome:
+    session = _session(root, version)
+    return overlay.apply(session, kinds=PURPOSES, environment=environment)
 
 
 def _assert_patched(root: Path, version: str) -> None:
@@ -355,7 +356,7 @@ def test_export_is_patched_like_the_wheel(tmp_path: Path) -> None:
             file.unlink()
     for folder in root.glob("*.dist-info"):
         folder.rename(tmp_path / folder.name)
-    assert _apply(root, laws.gates()).ok
+    assert _apply(root, version, laws.gates()).ok
     _assert_patched(root, version)
     receipt = json.loads((root / ".cppmega" / "receipt.json").read_bytes())
     assert {entry["origin"] for entry in receipt["files"].values()} == {"unverified"}

@@ -6,7 +6,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
+from cppmega.catalogue import loader as catalogue
+from cppmega.overlay import verbs as overlay
 from tests import forkserver
 from tests.support import REPOSITORY, free_port, made, outputs
 
@@ -49,8 +52,14 @@ class Bench:
     def tree(self, name: str = "root", apply: bool = True, files: dict[str, str] | None = None):
         root = made.tree(self.folder / name, files)
         if apply:
-            self.cppmega("apply", root)
+            self.apply(root)
         return root
+
+    def apply(self, root: Path, **environment: str) -> None:
+        """Apply the catalogue to a tree, in this process."""
+        with mock.patch.object(catalogue, "builtin_folder", lambda: self.pages):
+            outcome = overlay.apply(overlay.Session(root), environment=environment)
+        assert outcome.ok, outcome.verdicts
 
     def cppmega(self, command: str, root: Path, **environment: str) -> None:
         done = subprocess.run(

@@ -223,7 +223,7 @@ def test_what_is_left_over_in_a_shell_switches_nothing_off(bench: Bench) -> None
         edit='replacing("return x / 2", "return x * 0.5")',
     )
     try:
-        bench.cppmega("apply", bench.folder / "root")
+        bench.apply(bench.folder / "root")
         left = {
             "CPPMEGA_OVERLAY": "junk",
             "CPPMEGA_ROOT": "/nowhere",
@@ -240,7 +240,7 @@ def test_what_is_left_over_in_a_shell_switches_nothing_off(bench: Bench) -> None
         assert "ignoring CPPMEGA_RUN: the launch of that run has not started" in err
     finally:
         (bench.pages / "gated.py").unlink()
-        bench.cppmega("apply", bench.folder / "root")
+        bench.apply(bench.folder / "root")
 
 
 OPTIONS = {

@@ -171,7 +171,7 @@ def test_ranks_with_different_overlays(bench: Bench) -> None:
     """Each rank is whole by itself; only the comparison shows it."""
     made.page(bench.pages, patch='reached="never", gate="CPPMEGA_MADE"')
     on, off = bench.tree("on", apply=False), bench.tree("off")
-    bench.cppmega("apply", on, CPPMEGA_MADE="1")
+    bench.apply(on, CPPMEGA_MADE="1")
     before = 'os.environ.pop("CPPMEGA_MADE", None)'
     script = bench.script(before=before)
     # each rank's environment agrees with its own receipt
@@ -399,7 +399,7 @@ def test_a_tree_without_origin_trains_and_says_so(bench: Bench) -> None:
     root, script = _extra(bench, "VALUE = 1\n")
     for file in root.glob("*.dist-info/*"):
         file.unlink()
-    bench.cppmega("apply", root)
+    bench.apply(root)
     ((code, _, err),) = bench.run(root, script=script)
     assert code == 0 and "2 unverified, of no RECORD and no commit" in err, err
 
@@ -412,7 +412,7 @@ def test_ranks_with_different_files_that_nobody_vouches_for(bench: Bench) -> Non
         root = bench.tree(name, apply=False, files={"megatron/core/extra.py": f"V = '{name}'\n"})
         for file in root.glob("*.dist-info/*"):
             file.unlink()
-        bench.cppmega("apply", root)
+        bench.apply(root)
         roots.append(root)
     script = bench.script(before="import megatron.core.extra")
     for code, out, err in bench.run(*roots, script=script):

@@ -78,10 +78,10 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 def header(bench: Bench, patch: str) -> Iterator[None]:
     """The page with another header."""
     made.page(bench.pages, patch=patch)
-    bench.cppmega("apply", bench.folder / "root")
+    bench.apply(bench.folder / "root")
     yield
     made.page(bench.pages)
-    bench.cppmega("apply", bench.folder / "root")
+    bench.apply(bench.folder / "root")
 
 
 def answer(bench: Bench, text: str, **environment: str) -> tuple[int, str, str]:

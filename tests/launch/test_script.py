@@ -214,7 +214,7 @@ def test_two_hosts_must_have_one_overlay(bench: Bench) -> None:
     where = f"--nnodes 2 --nproc 1 --rdzv 127.0.0.1:{free_port()} --name "
     own = " -- --steps 2 " + " ".join(OWN)
     made.second_page(bench.pages, "never")
-    bench.cppmega("apply", other)
+    bench.apply(other)
     first = start(bench, root, where + "differ" + own)
     run = Run(bench.folder / "runs" / "differ")
     while not run.manifest_file.exists() and first.poll() is None:

@@ -1,18 +1,18 @@
-"""A made text, prepared as bytes by the script that users call."""
+"""A made text, prepared as bytes by the command that users call."""
 
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
+from tests import forkserver
 from tests.support import REPOSITORY
 
 
 def prepare(prefix: Path, source: Path) -> None:
     """Prepare a text as bytes."""
-    command = [sys.executable, "-W", "ignore", str(REPOSITORY / "scripts" / "prepare_data.py")]
-    environment = {"PYTHONPATH": str(REPOSITORY), "PATH": "", "OMP_NUM_THREADS": "1"}
+    command = [forkserver.executable(), "-m", "cppmega.data.command"]
+    environment = {"PYTHONPATH": str(REPOSITORY), "PATH": "", "PYTHONWARNINGS": "ignore"}
     subprocess.run(
         [*command, "--out", str(prefix), str(source)],
         check=True,
