@@ -60,17 +60,16 @@ def _client_of_new_server(interprets: bool, scratch: Path) -> Path:
         server = fork_server.ForkServer(
             (*modules, fork_server.HUGE_PAGES), environment, scratch / "__pycache__", life.fileno()
         )
-    _SERVERS.append(server)
     assert server.ready
+    child = server._process  # may outlive this process, which neither reads from it nor waits
+    assert child.stdout is not None
+    child.stdout.close()
+    child.returncode = 0
     client = server.folder / "python"
     here = " ".join(f"'{word}'" for word in server.command())
     client.write_text(f'#!/bin/sh\nexec {here} "$@"\n')
     client.chmod(0o700)
     return client
-
-
-_SERVERS: list[fork_server.ForkServer] = []
-"""Those that this process has started; they may outlive it."""
 
 
 def live(scratch: Path) -> Callable[[], None]:

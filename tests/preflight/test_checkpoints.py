@@ -10,13 +10,26 @@ import pytest
 
 from cppmega.checkpoints.tracker import TRACKER
 from cppmega.preflight import examine as preflight
+from cppmega.preflight.checks import checkpoint as checks
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import Finding
+from cppmega.preflight.messages import CheckpointAnswer, CheckpointOrder
+from cppmega.preflight.workers import checkpoint as workers
 from tests.preflight.contexts import SLICE, SMOKE, holds, launch, parsed, refuses, says_nothing
 from tests.preflight.datasets import on
 from tests.support import patched, pristine
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def opened_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints are opened in this process, which has torch, and not in many that import it."""
+
+    def answer(module: str, order: CheckpointOrder, *_: object) -> CheckpointAnswer:
+        return workers.open_all(order)
+
+    monkeypatch.setattr(checks, "ask", answer)
 
 
 def resumed(save: Path, recipe: Any = SLICE, **of_the_line: Any) -> Context:
@@ -44,6 +57,7 @@ def checkpoint(save: Path, shapes: Any = None, common: Any = None) -> Path:
 MINE = {"cppmega_recipe": SLICE.name, "hidden_size": 4096, "num_attention_heads": 32}
 
 
+@pytest.mark.usefixtures("opened_here")
 @pytest.mark.filterwarnings("ignore:torch.distributed")
 def test_checkpoints(tmp_path: Path) -> None:
     says_nothing("checkpoint", resumed(tmp_path / "fresh"))
@@ -74,6 +88,7 @@ def test_checkpoints(tmp_path: Path) -> None:
     assert "iter_0000007" in refuses("checkpoint", "checkpoint-broken", resumed(good)).what
 
 
+@pytest.mark.usefixtures("opened_here")
 @pytest.mark.filterwarnings("ignore:torch.distributed")
 def test_a_checkpoint_that_says_nothing_still_has_shapes(tmp_path: Path) -> None:
     rows = {"embedding.word_embeddings.weight": (SLICE.padded_vocab_size + 1, 8)}
@@ -83,6 +98,7 @@ def test_a_checkpoint_that_says_nothing_still_has_shapes(tmp_path: Path) -> None
     assert f"hidden_size 8 and {SLICE.hidden_size}" in found.what
 
 
+@pytest.mark.usefixtures("opened_here")
 @pytest.mark.filterwarnings("ignore:torch.distributed")
 def test_what_an_applied_page_cannot_serve(tmp_path: Path) -> None:
     mamba = {"bf16": True, "hybrid_layer_pattern": "M*"}
