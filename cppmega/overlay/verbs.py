@@ -256,7 +256,7 @@ def _refuse_orphans(plan: Plan, restored: Container[str]) -> None:
     for path, file in plan.views.items():
         if file.orphaned and path not in restored:
             raise CppmegaError(
-                "receipt-missing",
+                "no-receipt",
                 f"{path}: {file.story or ORPHANED}.",
                 "Without that record, upstream's part of the file cannot be identified.",
                 restoring(plan.tree, file),

@@ -137,7 +137,7 @@ _TABLE: Table = {
             _other_variables,
             "The run would follow the environment, and be recorded with the recipe.",
             "unset {name}, or change the recipe's field with --set",
-            "variable-differs",
+            "recipe-differs",
         ),
     },
     "packages": {
@@ -195,7 +195,7 @@ _TABLE: Table = {
             lambda start: start.nodes == 1 and start.rdzv is not None,
             "This host would train alone, and the others would wait for it.",
             "--nnodes with the number of hosts, or leave --rdzv out",
-            "rendezvous-of-one",
+            "no-rendezvous",
         ),
         "--nnodes {nodes} needs --rdzv and --name.": (
             lambda start: start.nodes > 1 and None in (start.rdzv, start.name),
@@ -229,7 +229,7 @@ _TABLE: Table = {
             lambda start: start.options.held_out and not start.recipe.eval_interval,
             "Nothing would be evaluated.",
             "--set eval_interval=STEPS, or leave --held-out out",
-            "held-out-data-unused",
+            "argument-without-effect",
         ),
         "Both {given} and --mock-data are given.": (
             lambda start: (

@@ -41,7 +41,7 @@ _TABLE: Table = {
             _precision_differs,
             "The result would be filed under a precision it did not have.",
             "--set precision=..., or recipe.with_(precision=...), instead of an argument",
-            "precision-differs",
+            "recipe-differs",
         ),
     },
     Part("precision", lambda run: run.words is not None): {
@@ -65,7 +65,7 @@ _TABLE: Table = {
             lambda run: bool(run.mock_data) != run.trainer.mock_data,
             "Results must name their data.",
             "pass --mock-data only to the trainer",
-            "mock-data-differs",
+            "recipe-differs",
         ),
     },
     Part("data", lambda run: run.trainer is not None): {
@@ -73,7 +73,7 @@ _TABLE: Table = {
             lambda run: not run.mock_data and not any(getattr(run, name) for name in _SOURCES),
             "Megatron silently makes up tokens: it trains faster, and the losses mean nothing.",
             "--data PREFIX (or --data-path), or --mock-data",
-            "mock-data-unmarked",
+            "no-data",
         ),
     },
 }

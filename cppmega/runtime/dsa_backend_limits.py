@@ -39,7 +39,7 @@ def refuse_configuration(config: Any) -> None:
         config: Megatron's configuration of the model.
 
     Raises:
-        CppmegaError: `dsa-backend-cannot-run`.
+        CppmegaError: `dsa-backend-declines`.
     """
     backend = getattr(config, "dsa_kernel_backend", "none")  # absent from a partial configuration
     if backend != "none" and (found := list(limits(config))):
@@ -55,7 +55,7 @@ def refuse_call(config: Any, part: str, **tensors: Tensor | None) -> None:
         tensors: the tensors passed to the backend, by name.
 
     Raises:
-        CppmegaError: `dsa-backend-cannot-run`.
+        CppmegaError: `dsa-backend-declines`.
     """
     if _dsa("dsa_kernels").use_fused_dsa_kernels(config):
         given = [
@@ -76,7 +76,7 @@ def refuse_attention(config: Any, query: Tensor, key: Tensor, value: Tensor | in
         value: likewise; or, absorbed, the number of the key's columns that form it.
 
     Raises:
-        CppmegaError: `dsa-backend-cannot-run`.
+        CppmegaError: `dsa-backend-declines`.
     """
     obstacle = dsa_attention.obstacle(query, key, value) if query.is_cuda else None
     served = config.dsa_kernel_backend == "tilelang" and hasattr(_dsa("dsa"), _ATTENTION)
@@ -88,7 +88,7 @@ def refuse_attention(config: Any, query: Tensor, key: Tensor, value: Tensor | in
 def cannot_run(backend: str, limit: str) -> CppmegaError:
     """Return the error for a limit."""
     return CppmegaError(
-        "dsa-backend-cannot-run",
+        "dsa-backend-declines",
         f"The DSA backend {backend} cannot run {limit}.",
         "Megatron would continue without it, with fp32 scores of all keys, in a run that is "
         "recorded as fused.",

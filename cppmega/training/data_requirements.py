@@ -37,7 +37,7 @@ def check(
     Raises:
         CppmegaError: `no-data`, `data-and-mock-data`, `data-too-small`, `tokenizer-unknown`,
             `tokenizer-differs`, `vocabulary-too-small`, `structure-differs`, `no-held-out-data`,
-            `held-out-data-unused`, `held-out-data-trained-on`, `held-out-data-too-small`, and what
+            `argument-without-effect`, `held-out-data-trained-on`, `data-too-small`, and what
             `corpus`, `data_reading`, `structure_files` and `tokenizers` raise.
     """
     Start(recipe, options).check("data")
@@ -72,7 +72,7 @@ def _check_held_out(held_out: list[Corpus], trained: list[Corpus], recipe: Recip
     """Check that nothing is evaluated on what is trained on, or twice in one evaluation.
 
     Raises:
-        CppmegaError: `held-out-data-trained-on`, `held-out-data-too-small`.
+        CppmegaError: `held-out-data-trained-on`, `data-too-small`.
     """
     names = {data_record.name(one): one.prefix for one in trained}
     for one in held_out:
@@ -91,7 +91,7 @@ def _check_held_out(held_out: list[Corpus], trained: list[Corpus], recipe: Recip
     if there < drawn:
         batch = recipe.global_batch_size * recipe.seq_length
         raise CppmegaError(
-            "held-out-data-too-small",
+            "data-too-small",
             f"The held-out data has {there} samples of {recipe.seq_length} tokens; one evaluation "
             f"takes {wanted}, of eval_tokens={recipe.eval_tokens} in batches of {batch}.",
             "Some would count twice.",

@@ -187,7 +187,7 @@ def test_lost_receipt_over_an_edit_claims_nothing(lab: Lab) -> None:
     lab.change(A, b"2 * x", b"4 * x")
     _lose(lab, "truncated")
     assert lab.refused().state == "drifted"
-    with pytest.raises(CppmegaError, match="receipt-missing"):
+    with pytest.raises(CppmegaError, match="no-receipt"):
         lab.revert()
 
 
@@ -230,7 +230,7 @@ def test_lost_receipt_is_never_already_patched(
     for verb in (lambda: lab.apply(only=["other"]), lab.revert):
         with pytest.raises(CppmegaError) as caught:
             verb()
-        assert caught.value.name == "receipt-missing"
+        assert caught.value.name == "no-receipt"
     assert snapshot(lab.root) == before
 
 

@@ -107,7 +107,7 @@ def test_what_an_applied_page_cannot_serve(tmp_path: Path) -> None:
     def broken(context: Context) -> dict[str, Finding]:
         """The errors that depend on pages or on the checkpoint, by name."""
         found = {one.name: one for one in preflight.answers("rules", context)}
-        return {n: found[n] for n in found if n in ("unsupported", "checkpoint-of-split-optimizer")}
+        return {n: found[n] for n in found if n in ("unsupported", "checkpoint-of-another-layout")}
 
     assert not broken(resumed(fresh, **mamba))
     aware = {"use_precision_aware_optimizer": True}

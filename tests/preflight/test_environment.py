@@ -116,14 +116,14 @@ def test_gates_of_the_recipe() -> None:
     holds("recipe_gates", launch(stating))
     holds("recipe_gates", launch(stating, environ={"CPPMEGA_DSA_DENSE_LOSS_STEPS": "2"}))
     other = launch(stating, environ={"CPPMEGA_DSA_DENSE_LOSS_STEPS": "3"})
-    assert "'3'" in refuses("recipe_gates", "variable-differs", other).what
+    assert "'3'" in refuses("recipe_gates", "recipe-differs", other).what
     says_nothing("recipe_gates", launch(SLICE))
     sharing, switch = SLICE.with_(dsa_index_pattern="FS"), {"CPPMEGA_INDEX_CACHE": "1"}
     holds("recipe_gates", launch(sharing, environ=switch))
     refuses("recipe_gates", "gate-not-set", launch(sharing))
     differing = {**switch, "CPPMEGA_DSA_INDEX_PATTERN": "FF"}
     for recipe in (sharing, SLICE):
-        refuses("recipe_gates", "variable-differs", launch(recipe, environ=differing))
+        refuses("recipe_gates", "recipe-differs", launch(recipe, environ=differing))
 
 
 def test_the_allocator_ends_up_with_expandable_segments() -> None:
@@ -188,7 +188,7 @@ def test_pairs_that_do_not_go_together(tmp_path: Path, monkeypatch: pytest.Monke
     assert "tilelang 0.1.8" in holds("stack_pairs", launch())
     (tmp_path / "tilelang-0.1.8.dist-info").rename(tmp_path / "gone")
     dist(tmp_path, "tilelang", "0.1.15")
-    found = refuses("stack_pairs", "stack-conflict", launch())
+    found = refuses("stack_pairs", "stack-pair-broken", launch())
     assert "mamba-ssm 2.3.2.post1 demands tilelang==0.1.8; installed is 0.1.15" in found.what
 
 

@@ -133,7 +133,7 @@ def verify():
     page.write_text(page.read_text().partition("def verify")[0] + proof)
     (lab.pages / "swap.py").unlink()
     applied(lab)
-    found = refuses("live_proofs", "proof-fails", launch(root=lab.root))
+    found = refuses("live_proofs", "proof-failed", launch(root=lab.root))
     assert "AssertionError: 5" in found.what
     assert found.next == f"cppmega verify --megatron {lab.root} page"
     page.write_text(page.read_text().replace("x + x + 1", "2 * x"))

@@ -18,8 +18,9 @@ STATED = (*RULES, *of_recipes.RULES, *starts.RULES)
 NAMES = {rule.name for rule in STATED if rule.name} | {"unsupported"}
 NAMES -= {"bad-pattern", "dsa-index-sharing", "dsa-dense-loss", "checkpoint-of-another-model"}
 NAMES -= {"package-missing", "training-not-in-wheel", "wrong-world-size", "already-trained"}
-"""Texts that cannot be read, checkpoints when they are loaded, and commands that start no recipe
-raise these, too."""
+NAMES -= {"dsa-backend-declines"}
+"""Texts that cannot be read, checkpoints when they are loaded, calls of a step, and commands that
+start no recipe raise these, too."""
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:

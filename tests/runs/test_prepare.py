@@ -55,7 +55,7 @@ def test_a_shell_in_a_folder_that_is_gone(
         ({"recipe": "nam56r_h200_8gpu_bf16", "nodes": 3}, "wrong-world-size"),
         ({"recipe": "nam56r_h200_slice", "nproc": 2}, "wrong-world-size"),
         ({"resume": "nothing"}, "no-runs"),
-        ({"rdzv": "h:1"}, "rendezvous-of-one"),
+        ({"rdzv": "h:1"}, "no-rendezvous"),
         ({"allow_fallback": ("dsa_attention_kernel",)}, "unknown-page"),
         ({"changes": ("allow_fallback=('dsa_attention_kernel',)",)}, "unknown-page"),
         ({"profile": 2, "profile_after": 199}, "profile-beyond-run"),

@@ -28,7 +28,7 @@ def test_ranks_read_what_the_recipe_states() -> None:
         for changed in (recipe.with_(**{field: other}), recipe.with_(**{field: None})):
             with pytest.raises(CppmegaError, match=f"CPPMEGA_{field.upper()}") as caught:
                 Start(changed, environ=environment).check("variables")
-            assert caught.value.name == "variable-differs"
+            assert caught.value.name == "recipe-differs"
 
 
 @pytest.mark.parametrize(

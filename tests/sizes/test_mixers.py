@@ -28,7 +28,7 @@ def test_ranks_read_what_the_recipe_states() -> None:
     assert sizes.mamba3(without) is sizes.m2rnn(without) is None
     with pytest.raises(CppmegaError, match="CPPMEGA_MAMBA3") as caught:
         Start(plain, environ=STATED).check("variables")
-    assert caught.value.name == "variable-differs"
+    assert caught.value.name == "recipe-differs"
 
 
 def test_megatron_counts_with_the_recipes_sizes() -> None:

@@ -263,9 +263,9 @@ def test_what_the_parser_reads_is_checked_again(stepped: dict[str, Any]) -> None
     assert "--no-such-thing" in stepped["unknown"]
     assert stepped["value"].startswith("argument-refused")
     assert "--attention-backend: KeyError: 'nonsense'" in stepped["value"]
-    assert stepped["precision"].startswith("precision-differs")
+    assert stepped["precision"].startswith("recipe-differs")
     assert stepped["context"].startswith("unsupported: --context-parallel-size")
-    assert stepped["mock"][0].startswith("mock-data-differs")
+    assert stepped["mock"][0].startswith("recipe-differs")
     assert stepped["nan"].startswith("nan-checks-off")
 
 

@@ -75,7 +75,7 @@ def _cppmega_in_this_layout(optimizers, state_dict):  # type: ignore[no-untyped-
         from cppmega.errors import CppmegaError
 
         raise CppmegaError(
-            "optimizer-of-another-expert-layout",
+            "checkpoint-of-another-layout",
             f"The optimizer states in the checkpoint are not those of {len(optimizers)} "
             "optimizer(s): it was saved with another expert-parallel or expert-tensor size.",
             "With expert parallelism, a second optimizer has the experts; only the distributed "
@@ -150,7 +150,7 @@ PATCH = Patch(
     rules=(
         Rule(
             concerns="optimizer states by bucket",
-            name="optimizer-of-another-expert-layout",
+            name="checkpoint-of-another-layout",
             when=_saved_by_bucket_in_another_layout,
             what="The checkpoint's optimizer states were saved by {was}, by bucket, and with "
             "--expert-model-parallel-size {size} {now} would have to load them.",

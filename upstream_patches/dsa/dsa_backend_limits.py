@@ -1,7 +1,7 @@
 """Refuse a DSA backend that is requested by name and cannot run.
 
 What: With `--dsa-kernel-backend tilelang` or `cudnn`, building a DSA layer raises
-    `dsa-backend-cannot-run` if the configuration has anything that the backend declines: widths,
+    `dsa-backend-declines` if the configuration has anything that the backend declines: widths,
     heads per rank, dtype, top-k, the dense loss, the deterministic mode, a backend that cannot be
     imported, or `attention_backend=unfused` at the same time. What becomes known only in a call,
     such as a custom mask, raises the error in that call. Where Megatron has functions for these
@@ -140,7 +140,7 @@ def verify() -> None:
         try:
             call(*given, **named)
         except CppmegaError as error:
-            assert error.name == "dsa-backend-cannot-run", error
+            assert error.name == "dsa-backend-declines", error
             return error.what
         raise AssertionError("a backend that cannot run is accepted")
 

@@ -119,6 +119,6 @@ def verify() -> None:
         try:
             small_models.hybrid(pattern="R-")
         except CppmegaError as error:
-            assert error.name == "mixer-without-sizes", error
+            assert error.name == "sizes-misstated", error
         else:
             raise AssertionError("a layer without sizes was built")

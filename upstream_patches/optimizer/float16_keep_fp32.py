@@ -204,7 +204,7 @@ PATCH = Patch(
         ),
         Rule(
             concerns=KEPT_FP32.name,
-            name="checkpoint-of-split-optimizer",
+            name="checkpoint-of-another-layout",
             when=_saved_apart,
             what="The checkpoint holds {first}: an earlier float16_keep_fp32 saved the parameters "
             "that it keeps in fp32 separately from the others, unlike stock.",

@@ -30,7 +30,7 @@ def layer_spec(stock: Any, letter: str) -> Any:
         letter: the layer's letter in the pattern.
 
     Raises:
-        CppmegaError: `mixer-without-sizes`, `sizes-misstated`.
+        CppmegaError: `sizes-misstated`.
     """
     if letter == "M":
         sizes = mixer_sizes.mamba3()
@@ -38,7 +38,7 @@ def layer_spec(stock: Any, letter: str) -> Any:
     matrix = mixer_sizes.m2rnn()
     if matrix is None:
         raise CppmegaError(
-            "mixer-without-sizes",
+            "sizes-misstated",
             f"The pattern has a layer {letter}, and no sizes of its mixer are stated.",
             "Another layer, or none, would be built instead.",
             "train from a recipe with the field m2rnn",

@@ -17,7 +17,7 @@ def check(context: Context) -> str:
     """Run the proofs now, each in its own process.
 
     Raises:
-        CppmegaError: `proof-fails`.
+        CppmegaError: `proof-failed`.
         NotApplicable: no patch can be proved on this machine.
     """
     runs = verify.live(context.session, context.plan)
@@ -26,7 +26,7 @@ def check(context: Context) -> str:
         raise NotApplicable("no active patch has a proof that this machine can run")
     refuse(
         CppmegaError(
-            "proof-fails",
+            "proof-failed",
             f"The proof of {name} does not pass on the code that would train: {run.detail}",
             "The patch is in the file and does not do what it promises.",
             f"cppmega verify {name}",

@@ -13,7 +13,7 @@ def check(context: Context) -> str:
     """Compare them with the environment of the launch.
 
     Raises:
-        CppmegaError: `gate-not-set`, `variable-differs`.
+        CppmegaError: `gate-not-set`, `recipe-differs`.
     """
     recipe = context.recipe
     if recipe is None:

@@ -11,7 +11,7 @@ from cppmega.rules.rule import Run
 
 AFTER: tuple[str, ...] = ("line_parses", "checkpoint")
 
-_OF_SCRIPTS = {"argument-without-effect", "precision-not-stated", "mock-data-unmarked"}
+_OF_SCRIPTS = {"argument-without-effect", "precision-not-stated", "no-data"}
 """Rules that a script may keep by what it sets after parsing, or reads itself."""
 
 _MOCK = "MOCK DATA, as --mock-data asks: its speed and its losses mean nothing"

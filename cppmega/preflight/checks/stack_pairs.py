@@ -23,7 +23,7 @@ def check(context: Context) -> str:
     """Read the metadata.
 
     Raises:
-        CppmegaError: `stack-conflict`, `stack-pair-broken`.
+        CppmegaError: `stack-pair-broken`.
     """
     refuse([*_conflicts(), *_broken(), *_old_liger(context.environ)])
     versions = [f"{name} {stack.version(name)}" for name in stack.NAMES if stack.version(name)]
@@ -70,7 +70,7 @@ def _broken() -> Iterator[CppmegaError]:
 def _conflicts() -> Iterator[CppmegaError]:
     for name, wanted, installed in stack.demands():
         yield CppmegaError(
-            "stack-conflict",
+            "stack-pair-broken",
             f"{name} {stack.version(name)} demands {wanted.name}{wanted.specifier}; installed is "
             f"{installed}.",
             "Kernels built for one do not compile, or compute something else, with the other.",

@@ -99,7 +99,7 @@ def others_are_refused(folder: Path, saves: int, loads: int) -> None:
     before = run(saves, 0, distributed=False)
     before.step(1)
     save(before, folder)
-    with pytest.raises(CppmegaError, match="optimizer-of-another-expert-layout"):
+    with pytest.raises(CppmegaError, match="checkpoint-of-another-layout"):
         load(run(loads, 7, distributed=False), folder)
     load(run(saves, 7, distributed=False), folder)
 
@@ -110,7 +110,7 @@ def others_are_refused(folder: Path, saves: int, loads: int) -> None:
     chain = run(2, 7).optimizer
     state = loaded(run(2, 7), mixed)["optimizer"]
     chain.chained_optimizers[1] = SimpleNamespace()  # not distributed, as in Muon's chain
-    with pytest.raises(CppmegaError, match="optimizer-of-another-expert-layout"):
+    with pytest.raises(CppmegaError, match="checkpoint-of-another-layout"):
         chain.load_state_dict(state)
 
 
@@ -125,7 +125,7 @@ def buckets_are_refused(folder: Path, saves: int) -> None:
     names = torch.distributed.checkpoint.FileSystemReader(folder).read_metadata()
     shapes = dict.fromkeys(names.state_dict_metadata, (4,))
     assert [refusals(shapes, expert_model_parallel_size=size) for size in (1, 2)] == [
-        ["optimizer-of-another-expert-layout"] * (size != saves) for size in (1, 2)
+        ["checkpoint-of-another-layout"] * (size != saves) for size in (1, 2)
     ]
 
 
@@ -225,7 +225,7 @@ MOE = {"use_distributed_optimizer": True, "num_experts": 4}
 def test_buckets_of_another_layout_are_refused(
     saved: str, arguments: dict[str, Any], refused: bool
 ) -> None:
-    expected = ["optimizer-of-another-expert-layout"] * refused
+    expected = ["checkpoint-of-another-layout"] * refused
     assert refusals({saved: (4,)}, **arguments) == expected
 
 

@@ -72,7 +72,7 @@ def refused(call, *given, **named):
     try:
         call(*given, **named)
     except Exception as error:
-        assert error.name == "dsa-backend-cannot-run", error
+        assert error.name == "dsa-backend-declines", error
         return error.what
 
 
