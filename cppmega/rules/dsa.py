@@ -34,7 +34,8 @@ def _states_no_steps(run: Run) -> bool:
 def scores(run: Any) -> str:
     """The memory of one tensor of all scores, for sentences."""
     pairs = (run.micro_batch_size or 1) * run.num_attention_heads * run.seq_length**2
-    return f"{4 * pairs / 2**30 / run.tensor_model_parallel_size:.1f} GiB per score tensor"
+    ranks = run.tensor_model_parallel_size * (run.context_parallel_size or 1)
+    return f"{4 * pairs / 2**30 / ranks:.1f} GiB per score tensor"
 
 
 def runs_own_kernels(run: Run) -> bool:
