@@ -378,9 +378,11 @@ def _ablation(models: Mapping[str, Any]) -> Iterator[results.Page]:
         whole = without.get("")
         for name, row in without.items():
             if name and whole is not None:
-                slower = row and whole["tokens_per_second"] / row["tokens_per_second"]
-                more = row and row["peak_gib"] - whole["peak_gib"]
-                rows.append([recipe, f"`{name}`", slower, more])
+                cells: list[Any] = ["out of memory", None]
+                if row is not None:
+                    cells[0] = whole["tokens_per_second"] / row["tokens_per_second"]
+                    cells[1] = row["peak_gib"] - whole["peak_gib"]
+                rows.append([recipe, f"`{name}`", *cells])
     if rows:
         yield "## Each page left out"
         yield "The whole overlay's tokens/s over those without the page, at the same choice."

@@ -107,7 +107,8 @@ def _results(result: Any) -> Iterator[dict[str, Any]]:
     shares_a_gpu = result.get("benchmark") == "parts"  # and so has no speed
     if result.get("recipe") in recipes_index.shipped() and "runs" in result and not shares_a_gpu:
         yield result
-    for recipe, sides in result.get("models", {}).items():
+    models = result.get("models", {}) if result.get("benchmark") == "models" else {}
+    for recipe, sides in models.items():
         for name, side in sides.items():
             changes = [f"micro_batch_size={side['choice'][1]}"]
             yield {**result, "recipe": recipe, "changes": changes, "runs": {name: side["run"]}}

@@ -80,6 +80,7 @@ def page(result: Mapping[str, Any]) -> str:
         "the tenth step, in the order of the runs. A curve is within the noise where it is not "
         f"further from the nearer eager run of its precision than {FACTOR:g} times the difference "
         "of the two.",
+        result.get("note", ""),
         *(block for name, model in result["models"].items() for block in _model(name, model)),
     )
 
