@@ -183,7 +183,7 @@ def _check_loop(recipe: Recipe, options: RunOptions, world: int) -> None:
     if recipe.kind != "loop":
         return
     own_loop.recipe_of_rank(recipe, world)
-    own_loop.refuse_options(recipe, options)
+    Start(recipe, options).check("loops")
 
 
 def environment_of(recipe: Recipe | None, environ: Mapping[str, str]) -> dict[str, str]:
@@ -231,7 +231,7 @@ def _rendered(context: Context, recipe: Recipe) -> tuple[tuple[str, ...], DataRe
     """Megatron's arguments, and the data by name, from what the preflight has found."""
     options = context.options
     if recipe.kind == "loop":
-        fingerprint = own_loop.fingerprint(own_loop.folder_of(options.data, recipe))
+        fingerprint = own_loop.fingerprint(own_loop.folder_of(options.data))
         return (), DataRecord(paths=options.data, fingerprint=fingerprint)
     version, data = context.session.read_tree().version, context.data
     rendered = render(recipe.plus(*context.arguments), version, options, data.eod)

@@ -11,7 +11,7 @@ from cppmega.preflight.findings import NotApplicable
 from cppmega.recipe import Recipe
 from cppmega.recipe.render import Rendered, render
 from cppmega.recipe.run_options import RunOptions
-from cppmega.training import own_loop
+from cppmega.training.requirements import Start
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,7 @@ class LaunchLine:
         """
         options = options.resuming()
         if recipe.kind == "loop":
-            own_loop.refuse_options(recipe.plus(*arguments), options)
-            own_loop.folder_of(options.data, recipe)
+            Start(recipe.plus(*arguments), options).check("loops")
             raise NotApplicable(f"{recipe.name} runs in its own loop: Megatron parses nothing")
         # Each of these has a check of its own, even if the recipe would refuse it.
         rendered = render(recipe, version, options, further=arguments)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from cppmega.host import env, packages
@@ -22,6 +23,10 @@ _OF_FIELDS = {
     env.M2RNN.name: "m2rnn",
 }
 """Variables that change a model, with the fields that set them."""
+_NOT_IN_LOOPS = (
+    *("held_out", "mock_data", "data_cache", "tensorboard", "wandb_project", "wandb_name"),
+    *("tokenizer", "eod", "profile"),
+)
 MAMBA2_BY_TORCH = "--disable-mamba-mem-eff-path"
 """Megatron's argument with which torch convolves in Mamba-2."""
 
@@ -104,6 +109,13 @@ def _other_ranks(start: Any) -> object:
     return world != gpus and case
 
 
+def _not_in_loops(start: Any) -> object:
+    names = [name for name in _NOT_IN_LOOPS if getattr(start.options, name)]
+    words = [f"--{name.replace('_', '-')}" for name in names]
+    words += [" ".join(start.recipe.arguments)] if start.recipe.arguments else []
+    return words and {"words": ", ".join(words)}
+
+
 def _incomplete(start: Any) -> object:
     gaps = "; ".join(f"{gap.part}: {gap.reason}" for gap in start.rendered.missing)
     return gaps and {"lacks": gaps}
@@ -124,6 +136,27 @@ _TABLE: Table = {
             "Another, smaller model would train under this model's name.",
             "cppmega recipes shows what each one lacks; train one that lacks nothing, or your own",
             "recipe-not-complete",
+        ),
+    },
+    "loops": {
+        "The CPU loop of recipe {recipe.name} does not support {words}.": (
+            _not_in_loops,
+            "The option would be ignored silently.",
+            "leave it out",
+            "not-supported",
+        ),
+        "Recipe {recipe.name} takes one folder of data, not {count}.": (
+            lambda start: (count := len(start.options.data)) > 1 and {"count": count},
+            "It builds its own dataset there and cannot mix several.",
+            "name one folder, or none",
+            "not-supported",
+        ),
+        "{options.data[0]} is a dataset, and {recipe.name} trains on a corpus that it builds "
+        "itself.": (
+            lambda start: start.options.data and Path(f"{start.options.data[0]}.idx").is_file(),
+            "It would silently build that in a folder of this name, and train on it.",
+            "leave out --data, or name a folder",
+            "not-supported",
         ),
     },
     "variables": {

@@ -14,11 +14,7 @@ from cppmega.errors import CppmegaError
 from cppmega.host import env, load_file, paths
 from cppmega.recipe import Recipe
 from cppmega.recipe.run_options import RunOptions
-
-_UNSUPPORTED = (
-    *("held_out", "mock_data", "data_cache", "tensorboard", "wandb_project", "wandb_name"),
-    *("tokenizer", "eod", "profile"),
-)
+from cppmega.training.requirements import Start
 
 
 def train(recipe: Recipe, options: RunOptions) -> None:
@@ -28,8 +24,8 @@ def train(recipe: Recipe, options: RunOptions) -> None:
         CppmegaError: `not-supported`, `wrong-world-size`, `already-trained`,
             `first-loss-implausible`, `step-not-finite`.
     """
-    refuse_options(recipe, options)
-    _module("loop").train(recipe, options, folder_of(options.data, recipe))
+    Start(recipe, options).check("loops")
+    _module("loop").train(recipe, options, folder_of(options.data))
 
 
 def fingerprint(folder: Path) -> str:
@@ -59,41 +55,6 @@ def recipe_of_rank(recipe: Recipe, world: int) -> Recipe:
     return recipe.with_(micro_batch_size=share, global_batch_size=share)
 
 
-def refuse_options(recipe: Recipe, options: RunOptions) -> None:
-    """Refuse every option that the loop would ignore.
-
-    Raises:
-        CppmegaError: `not-supported`.
-    """
-    wrong = [f"--{name.replace('_', '-')}" for name in _UNSUPPORTED if getattr(options, name)]
-    wrong += [" ".join(recipe.arguments)] if recipe.arguments else []
-    if wrong:
-        raise CppmegaError(
-            "not-supported",
-            f"The CPU loop of recipe {recipe.name} does not support {', '.join(wrong)}.",
-            "The option would be ignored silently.",
-            "leave it out",
-        )
-
-
-def folder_of(data: tuple[str, ...], recipe: Recipe) -> Path:
-    """The folder of the loop's dataset, which it builds from the corpus that ships with it.
-
-    Raises:
-        CppmegaError: `not-supported`.
-    """
-    if len(data) > 1:
-        raise CppmegaError(
-            "not-supported",
-            f"Recipe {recipe.name} takes one folder of data, not {len(data)}.",
-            "It builds its own dataset there and cannot mix several.",
-            "name one folder, or none",
-        )
-    if data and Path(f"{data[0]}.idx").is_file():
-        raise CppmegaError(
-            "not-supported",
-            f"{data[0]} is a dataset, and {recipe.name} trains on a corpus that it builds itself.",
-            "It would silently build that in a folder of this name, and train on it.",
-            "leave out --data, or name a folder",
-        )
+def folder_of(data: tuple[str, ...]) -> Path:
+    """The folder of the loop's dataset, which it builds from the corpus that ships with it."""
     return Path(data[0]) if data else env.RUNS.read() / "smoke_data"

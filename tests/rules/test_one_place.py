@@ -18,7 +18,7 @@ STATED = (*RULES, *of_recipes.RULES, *starts.RULES)
 NAMES = {rule.name for rule in STATED if rule.name} | {"unsupported"}
 NAMES -= {"bad-pattern", "dsa-index-sharing", "dsa-dense-loss", "checkpoint-of-another-model"}
 NAMES -= {"package-missing", "training-not-in-wheel", "wrong-world-size", "already-trained"}
-NAMES -= {"dsa-backend-declines"}
+NAMES -= {"dsa-backend-declines", "not-supported"}
 """Texts that cannot be read, checkpoints when they are loaded, calls of a step, and commands that
 start no recipe raise these, too."""
 
