@@ -60,6 +60,15 @@ _TABLE: Table = {
             "width-not-aligned",
         ),
     },
+    Part("context parallelism", lambda run: run.recipe is not None): {
+        "Recipe {recipe.name} has CP {recipe.context_parallel_size}; the arguments mean "
+        "--context-parallel-size {context_parallel_size}.": (
+            lambda run: (run.context_parallel_size or 1) != run.recipe.context_parallel_size,
+            "The trainer splits sequences by the recipe, and every rank would train on all of one.",
+            "--set context_parallel_size=..., instead of an argument",
+            "recipe-differs",
+        ),
+    },
     Part("data", lambda run: None not in (run.recipe, run.trainer)): {
         "--mock-data is {trainer.mock_data} for the trainer and {mock_data} for Megatron.": (
             lambda run: bool(run.mock_data) != run.trainer.mock_data,

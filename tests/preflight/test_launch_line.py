@@ -341,7 +341,7 @@ RULES = {
     "fp8": (("recipe-differs", "declares bf16"),),
     "no precision": (("precision-not-stated",),),
     "no data": (("no-data",),),
-    "context": (("unsupported", "--context-parallel-size", "trainer"),),
+    "context": (("recipe-differs", "CP 1", "--context-parallel-size 2"),),
     "unfused backend": (("unsupported", "--attention-backend unfused", "tilelang"),),
     "graphs of layers": (("unsupported", "drop no tokens", "CUDA graphs"),),
     "graphs of experts": (("unsupported", "drop no tokens", "CUDA graphs"),),
