@@ -358,21 +358,22 @@ def _combinations(_: str) -> str:
     """Every part of a run, with the options that it does not support."""
     pages = catalogue.load().values()
     rules = (*RULES, *(rule for page in pages for rule in page.patch.rules))
-    found: dict[str, dict[str, Rule]] = {}
+    by_part: dict[str, dict[str, Rule]] = {}
     for rule in rules:
         if rule.option:
-            found.setdefault(rule.concerns, {}).setdefault(rule.option, rule)
+            by_part.setdefault(rule.concerns, {}).setdefault(rule.option, rule)
     text = []
-    for part, options in found.items():
+    for part, options in by_part.items():
         rows = [
-            (_found(name), _found(rule.why), _found(rule.cure)) for name, rule in options.items()
+            (_sentence(name), _sentence(rule.why), _sentence(rule.cure))
+            for name, rule in options.items()
         ]
         heading = part[:1].upper() + part[1:]
         text += [f"## {heading}", "", table(("not with", "why", "instead"), rows), ""]
     return "\n".join(text)
 
 
-def _found(text: str) -> str:
+def _sentence(text: str) -> str:
     """A sentence of a rule, without what only a run can put in."""
     return _escaped(re.sub(r"\{[^}]*\}", "…", text)).replace("|", "\\|")
 

@@ -31,8 +31,8 @@ class ProvidedBy:
 
     def outside(self, name: str) -> Mapping[str, tuple[Any, ...]]:
         """The pages that would provide something under a name and are not in the code."""
-        found = {page.name: page.patch.provides.get(name, ()) for page in self.absent}
-        return {page: values for page, values in found.items() if values}
+        would = {page.name: page.patch.provides.get(name, ()) for page in self.absent}
+        return {page: values for page, values in would.items() if values}
 
 
 def broken(pages: Iterable[Page], run: Run) -> list[CppmegaError]:
@@ -42,11 +42,11 @@ def broken(pages: Iterable[Page], run: Run) -> list[CppmegaError]:
         pages: those in the code, whose rules hold for it, too.
         run: what is known of it.
     """
-    found = list(errors(RULES, run))
+    all_errors = list(errors(RULES, run))
     for page in pages:
         if page.patch.rules:
-            found += _of_page(page, run)
-    return found
+            all_errors += _of_page(page, run)
+    return all_errors
 
 
 def _of_page(page: Page, run: Run) -> list[CppmegaError]:

@@ -174,7 +174,7 @@ class Rule:
 
 
 class _Names(dict[str, Any]):
-    """The names in a rule's sentences: what it found, then the options of the run."""
+    """The names in a rule's sentences: what its question answers, then the options of the run."""
 
     def __init__(self, run: Any, case: Mapping[str, Any]) -> None:
         super().__init__(case)
@@ -196,21 +196,20 @@ Table = Mapping[Part | str, Mapping[str, Row]]
 """Rules by the part that they are about, and by the sentence that says what is broken."""
 
 
-def stated(table: Table, *, name: str = "", cure: str = "") -> tuple[Rule, ...]:
+def stated(table: Table, cure: str = "") -> tuple[Rule, ...]:
     """The rules of a table.
 
     Args:
         table: a rule is asked about the runs that have its part.
-        name: of errors to which their row gives none.
         cure: of rules that state none.
     """
     rules = []
     for part, rows in table.items():
         whose = Part(part, lambda run: True) if isinstance(part, str) else part
         for what, (when, why, *rest) in rows.items():
-            own_cure, own_name, *_ = *rest, "", ""
-            texts = what, why, own_cure or cure, own_name or name, whose.name
-            rules.append(Rule(_both(whose.used, when), *texts))
+            own_cure, name, *_ = *rest, "", ""
+            broken = _both(whose.used, when)
+            rules.append(Rule(broken, what, why, own_cure or cure, name, whose.name))
     return tuple(rules)
 
 

@@ -37,8 +37,8 @@ def check(
     Raises:
         CppmegaError: `no-data`, `data-and-mock-data`, `data-too-small`, `tokenizer-unknown`,
             `tokenizer-differs`, `vocabulary-too-small`, `structure-differs`, `no-held-out-data`,
-            `argument-without-effect`, `held-out-data-trained-on`, `data-too-small`, and what
-            `corpus`, `data_reading`, `structure_files` and `tokenizers` raise.
+            `argument-without-effect`, `held-out-data-trained-on`, and what `corpus`,
+            `data_reading`, `structure_files` and `tokenizers` raise.
     """
     Start(recipe, options).check("data")
     if options.mock_data:
