@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import gc
@@ -10,6 +11,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from cppmega.overlay.plan import Plan
     from cppmega.page import Page
     from tests.support.lab import Lab
 
@@ -25,6 +28,17 @@ if TYPE_CHECKING:
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup ignores
+
+
+def _leave(worker: int) -> None:
+    if os.getpid() == worker:  # no fork of it
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # whose status nobody reads
+    atexit.register(_leave, os.getpid())  # called last, since to free every object takes long
 
 # Syntax trees hold no cycles, and a collection walks through all those that the laws keep.
 gc.set_threshold(500_000, 5, 20)
@@ -56,53 +70,79 @@ with contextlib.suppress(ImportError):
     loader.load = _shared
 
 with contextlib.suppress(ImportError):
+    from cppmega.overlay import compute
     from cppmega.rewriting import fingerprint, rewrite
+    from cppmega.tree.installed import sha256
 
-    fingerprint.bare = functools.cache(fingerprint.bare)
-    _edit_slice = rewrite._edit_slice
-    _slices: dict[Any, tuple[str, Any]] = {}
+    _slice_of, _text_of = rewrite._edit_slice, compute.rewritten
+    _known: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+    """What was computed, and the objects whose ids are in its key."""
 
-    def _edited_once(source: str, symbol: str, group: Sequence[rewrite.Step], path: str) -> str:
+    def _edit_slice(source: str, symbol: str, group: Sequence[rewrite.Step], path: str) -> str:
         """Edit the same text of a symbol once in a process: releases have most in common."""
         steps = [(s.page, id(s.edit), s.marked, s.launches, s.silent) for s in group]
         key = (source, symbol, path, *steps)
-        if key not in _slices:
-            _slices[key] = _edit_slice(source, symbol, group, path), group  # whose ids stay taken
-        return _slices[key][0]
+        if key not in _known:
+            _known[key] = _slice_of(source, symbol, group, path), group
+        text: str = _known[key][0]
+        return text
 
-    rewrite._edit_slice = _edited_once
+    def _rewritten(plan: Plan, path: str) -> rewrite.Rewritten:
+        """Compute the same text of a file once in a process, for whichever tree it is."""
+        edits = plan.work[path].edits
+        key = (path, sha256(plan.views[path].pristine or b""), *map(id, chain(*edits)))
+        if key not in _known:
+            _known[key] = _text_of(plan, path), edits
+        done: rewrite.Rewritten = _known[key][0]
+        return done
+
+    fingerprint.bare = functools.cache(fingerprint.bare)
+    rewrite._edit_slice, compute.rewritten = _edit_slice, _rewritten
 
 LONGEST = (
     "test_configurations.py",
     "test_needed.py",
-    "test_mutants.py",
     "test_laws.py",
     "test_launch.py",
-    "test_mamba3_scan.py",
     "test_megatrons_loop.py",
     "test_kills.py",
+    "test_mamba3_scan.py",
     "test_trainer.py",
+    "test_guard.py",
     "test_wheel.py",
-    "test_supervise.py",
+    "test_drift_releases.py",
+    "test_process.py",
+    "test_end.py",
     "test_smoke.py",
+    "test_script.py",
+    "test_supervise.py",
+    "test_commands.py",
+    "test_layouts.py",
+    "test_smem_merge.py",
+    "test_optimizer_placeholders_without_memory.py",
+    "test_fully_reshardable_bucket_padding.py",
+    "test_float16_keep_fp32.py",
+    "test_mamba3.py",
+    "test_own_mixers.py",
+    "test_dsa_index_share_backport.py",
+    "test_whole_training.py",
+    "test_child_processes.py",
     "test_survives.py",
+    "test_mhc.py",
+    "test_optimizer_state_across_expert_parallel.py",
+    "test_dsa_indexer_kernels.py",
+    "test_live_torch.py",
+    "test_linear_ce_heads.py",
+    "test_m2rnn.py",
+    "test_upstream_tests.py",
+    "test_selective_fp8_moe.py",
     "test_verify.py",
     "test_proof_process.py",
-    "test_process.py",
-    "test_linear_ce_heads.py",
-    "test_judge.py",
-    "test_guard.py",
-    "test_mhc.py",
-    "test_upstream_tests.py",
-    "test_m2rnn.py",
     "test_mhc_gpus.py",
     "test_dsa_attention_gpus.py",
     "test_dsa_indexer.py",
-    "test_child_processes.py",
     "test_during_a_run.py",
-    "test_live_torch.py",
     "test_linear_cross_entropy.py",
-    "test_selective_fp8_moe.py",
 )
 """Begun first, so that no process is left alone with one of them at the end."""
 
