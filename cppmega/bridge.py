@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ def convert(verb: str, source: str, to: Path, model: str | None = None) -> None:
 def _auto_bridge() -> Any:
     try:
         from megatron.bridge import AutoBridge
+
+        import_module("megatron.bridge.training.model_load_save")  # missed at the end otherwise
     except ImportError as error:
         raise CppmegaError(
             "package-missing",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.guard.bench import Bench
-from tests.support import made
+from tests.support import copy, made
 
 # The part of Megatron-Bridge's interface that is used.
 BRIDGE = """
@@ -47,7 +48,12 @@ def convert(bench: Bench, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_checkpoints_are_converted_on_the_patched_tree_only(bench: Bench) -> None:
-    files = {"megatron/bridge/__init__.py": BRIDGE}
+    training = "megatron/bridge/training"
+    files = {
+        "megatron/bridge/__init__.py": BRIDGE,
+        f"{training}/__init__.py": "",
+        f"{training}/model_load_save.py": "",
+    }
     root, stock = bench.tree(files=files), bench.tree("stock", apply=False, files=files)
     tree, like = ("--megatron", str(root)), ("--like", "org/model")
     done = convert(bench, "import", "org/model", "new", *tree)
@@ -70,7 +76,7 @@ def test_without_megatron_bridge_its_import_error_is_stated(bench: Bench) -> Non
 @pytest.mark.megatron
 def test_a_made_small_model_comes_back_bitwise(tmp_path: Path) -> None:
     """With Megatron-Bridge itself, whose import needs Transformer Engine."""
-    pytest.importorskip("megatron.bridge", exc_type=ImportError)
+    bridge = pytest.importorskip("megatron.bridge", exc_type=ImportError)
     import torch
     import transformers
     from tokenizers import Tokenizer, models
@@ -90,8 +96,15 @@ def test_a_made_small_model_comes_back_bitwise(tmp_path: Path) -> None:
     model.save_pretrained(given)
     words = Tokenizer(models.WordLevel({str(n): n for n in range(128)}, unk_token="0"))
     transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(given)
-    for line in (["import", given, between], ["export", between, back, "--like", given]):
-        subprocess.run([sys.executable, "-m", "cppmega", "checkpoint", *line], check=True)
+    root = copy("0.19.2", tmp_path / "tree")
+    shutil.copytree(Path(bridge.__file__).parent, root / "megatron" / "bridge")
+    for line in (
+        ["apply"],
+        ["checkpoint", "import", given, between],
+        ["checkpoint", "export", between, back, "--like", given],
+    ):
+        command = [sys.executable, "-m", "cppmega", *line, "--megatron", str(root)]
+        subprocess.run(command, check=True)
     found = transformers.LlamaForCausalLM.from_pretrained(back, torch_dtype="bfloat16").state_dict()
     assert found.keys() == model.state_dict().keys()
     assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
