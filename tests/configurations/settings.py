@@ -260,8 +260,8 @@ def cover(seed: int = 2, tries: int = 30) -> tuple[Configuration, ...]:
 
 
 def first_of_cover(ranks: int) -> list[Configuration]:
-    """The part of the cover that has the most pairs for this many ranks, which cost the time."""
-    seen: set[Pair] = set()
+    """The part of the cover that adds the most pairs to `FOUND` for this many ranks."""
+    seen = set[Pair]().union(*map(pairs_of, FOUND))
     chosen: list[Configuration] = []
     while fitting := [
         c for c in cover() if c not in chosen and c.ranks + sum(d.ranks for d in chosen) <= ranks
