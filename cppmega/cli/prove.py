@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,6 +15,9 @@ from cppmega.cli import completion
 from cppmega.cli.group import FINE, NOT_AS_IT_MUST_BE, cli, session_of, tree_options
 from cppmega.cli.reports.option import Reports, report_option
 from cppmega.host.console import Style
+
+if TYPE_CHECKING:
+    from cppmega.proof.verify import Proved
 
 _STYLES: dict[str, Style] = {"passed": "good", "failed": "bad", "stale": "bad"}
 
@@ -27,12 +32,19 @@ _STYLES: dict[str, Style] = {"passed": "good", "failed": "bad", "stale": "bad"}
     help="Store proofs that need more than a CPU in a file next to the pages, for machines that "
     "cannot run them.",
 )
+@click.option(
+    "--deep",
+    is_flag=True,
+    help="Also compare every kernel with its plain reference on this machine's first GPU: what a "
+    "stack needs on which the kernels were never tested.",
+)
 def verify(
     names: Sequence[str],
     root: Path | None,
     patches: Sequence[Path],
     as_json: bool,
     record: bool,
+    deep: bool,
     reports: Reports,
 ) -> None:
     """Prove every patch, or those named.
@@ -50,7 +62,8 @@ def verify(
     session = session_of(root, patches)
     interpreter.require_torch(session.read_tree().root, "cppmega verify")
     recorded: list[Path] = []
-    proved = proofs.verify(session, names, recorded if record else None)
+    kernels = _compared(session.read_tree().root) if deep else []
+    proved = [*proofs.verify(session, names, recorded if record else None), *kernels]
     ok = all(one.proof not in ("failed", "stale") for one in proved)
     if as_json:
         rows = [one.as_json() for one in proved]
@@ -66,3 +79,23 @@ def verify(
             console.say(f"recorded in {path}: commit it with the pages")
     reports.write(lambda: answers.of_verify(proved, session.pages))
     sys.exit(FINE if ok else NOT_AS_IT_MUST_BE)
+
+
+def _compared(root: Path) -> list[Proved]:
+    """The kernels beside their references, as proofs.
+
+    Raises:
+        CppmegaError: `no-gpu`, or what the process says that runs them.
+    """
+    from cppmega.preflight.checks import kernel_parity
+    from cppmega.proof.verify import Proved
+
+    return [
+        Proved(
+            f"kernel: {one.kernel}",
+            "passed" if one.ok else "failed",
+            one.why or f"{one.error} of the reference's norm away from it",
+            {},
+        )
+        for one in kernel_parity.on_this_machine(os.environ, root).kernels
+    ]

@@ -118,8 +118,8 @@ class ParityOrder(Order, frozen=True, kw_only=True):
     """Compare the fused kernels with their references."""
 
     device: str
-    attention: SparseAttention | None = None
-    """None where no page attends in our kernels."""
+    attentions: tuple[SparseAttention, ...] = ()
+    """The sizes at which our kernels of the sparse attention are compared."""
     first_kernel: bool = False
     """Whether Mamba-3's TileLang kernel is run before all others."""
 

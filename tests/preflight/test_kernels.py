@@ -7,20 +7,25 @@ import subprocess
 import sys
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 from msgspec import structs
 
+from cppmega.cli import prove
+from cppmega.errors import CppmegaError
 from cppmega.preflight.checks import kernel_parity
+from cppmega.preflight.devices import Devices
 from cppmega.preflight.messages import (
+    KernelParity,
     ParityAnswer,
     ParityOrder,
     SharedMemory,
     SparseAttention,
 )
-from cppmega.preflight.workers import parity
+from cppmega.preflight.workers import kernel_cases, parity
 from tests.preflight.contexts import (
     FUSED,
     GB10,
@@ -89,7 +94,7 @@ def test_parity_of_the_indexer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == names - {"DSA indexer, prologue"}
     monkeypatch.setattr(dsa_indexer, "obstacle", lambda *call: "there is no room")
     with pytest.raises(ValueError, match="declined: there is no room"):
-        parity._refuse_declined("cuda", dsa_indexer.obstacle())
+        kernel_cases._refuse_declined(SimpleNamespace(is_cuda=True), dsa_indexer.obstacle())
 
 
 ATTENTION = SparseAttention(heads=3, width=24, value_width=16, key_per_head=False)
@@ -103,11 +108,11 @@ def test_parity_of_the_sparse_attention(
     from cppmega.ops import dsa_attention
 
     for other in ("_cross_entropy", "_hadamard", "_indexer_prologue", "_indexer_loss"):
-        monkeypatch.setattr(parity, other, lambda *given, **named: 0.0)
+        monkeypatch.setattr(kernel_cases, other, lambda *given, **named: 0.0)
     attend = dsa_attention.sparse_attention
 
     def compared() -> dict[str, float | None]:
-        found = parity.inspect(ParityOrder(device="cpu", attention=sizes)).kernels
+        found = parity.inspect(ParityOrder(device="cpu", attentions=(sizes,))).kernels
         return {one.kernel: one.error for one in found if one.kernel.startswith("DSA attention")}
 
     def wrong_beyond_one_head(query: Any, *given: Any, **named: Any) -> Any:
@@ -147,7 +152,7 @@ def test_the_sparse_attention_is_compared_at_the_recipe_s_sizes(
     monkeypatch.setattr(kernel_parity, "ask", answer)
     for recipe in (FUSED, SLICE):
         holds("kernel_parity", on(H200, recipe=recipe, root=newer, deep=True))
-    assert [order.attention for order in asked] == [sizes, None]
+    assert [order.attentions for order in asked] == [(sizes,), ()]
 
 
 def test_parity_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,6 +169,19 @@ def test_parity_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [e.name for e in kernel_parity.wrong_kernels(answer, {"sm_90"})] == ["kernel-differs"]
     small = [e.name for e in kernel_parity.wrong_kernels(answer, {"sm_121"})]
     assert small == ["kernel-differs", "shared-memory-too-large"]
+
+
+def test_verify_compares_the_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = KernelParity("Mamba-3", 1e-3, True), KernelParity("M2RNN", None, False, "it crashed")
+    monkeypatch.setattr(kernel_parity, "look", lambda *given, **named: Devices((H200,)))
+    monkeypatch.setattr(kernel_parity, "ask", lambda *given: ParityAnswer([*found], []))
+    fine, wrong = prove._compared(Path())
+    assert (fine.name, fine.proof) == ("kernel: Mamba-3", "passed") and "0.001" in fine.detail
+    assert (wrong.proof, wrong.detail) == ("failed", "it crashed")
+    monkeypatch.setattr(kernel_parity, "look", lambda *given, **named: Devices(()))
+    with pytest.raises(CppmegaError) as refused:
+        prove._compared(Path())
+    assert refused.value.name == "no-gpu"
 
 
 MAMBA3 = """

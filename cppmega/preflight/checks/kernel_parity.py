@@ -8,12 +8,14 @@ returned zeros then, without an error (https://github.com/tile-ai/tilelang/issue
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from cppmega.catalogue.page_rules import provided
 from cppmega.errors import CppmegaError
 from cppmega.preflight.ask import ask
 from cppmega.preflight.context import Context
+from cppmega.preflight.devices import Devices, look
 from cppmega.preflight.findings import NotApplicable, refuse
 from cppmega.preflight.messages import ParityAnswer, ParityOrder, SparseAttention
 from cppmega.recipe.render import release_line
@@ -23,6 +25,12 @@ AFTER: tuple[str, ...] = ("gpus", "kernels")
 
 _ABSORBED = 0, 19
 """Since this release of Megatron, all heads of DSA attend to one latent key."""
+
+_DEEPSEEK = (
+    SparseAttention(heads=16, width=576, value_width=512, key_per_head=False),
+    SparseAttention(heads=4, width=192, value_width=128, key_per_head=True),
+)
+"""DSA's attention of DeepSeek-V3.2, by ranks that share its heads, on all releases of Megatron."""
 
 SMALL = {"sm_120", "sm_121"}
 """Architectures that give a block 99 KiB of dynamic shared memory."""
@@ -40,13 +48,41 @@ def check(context: Context) -> str:
         raise NotApplicable("there is no GPU")
     if not context.deep and not devices.architectures & SMALL:
         raise NotApplicable("--deep runs every kernel against its reference")
-    small = bool(devices.architectures & SMALL)
-    order = ParityOrder(device="cuda", attention=attention(context), first_kernel=small)
-    with tempfile.TemporaryDirectory() as folder:
-        environ = {**context.environ, "TILELANG_CACHE_DIR": folder}
-        answer = ask("cppmega.preflight.workers.parity", order, ParityAnswer, environ)
+    sizes = attention(context)
+    answer = compared(devices, context.environ, () if sizes is None else (sizes,))
     refuse(wrong_kernels(answer, devices.architectures))
     return ", ".join(f"{one.kernel} {one.error:.1e}" for one in answer.kernels)
+
+
+def on_this_machine(environ: Mapping[str, str], root: Path) -> ParityAnswer:
+    """Compare every kernel with its reference, without a recipe: at DeepSeek's sizes.
+
+    Raises:
+        CppmegaError: `no-gpu`.
+    """
+    devices = look(None, environ, root, has_gpu=True)
+    if not devices.found:
+        raise CppmegaError(
+            "no-gpu",
+            "verify --deep runs the kernels on a GPU, and torch finds none here.",
+            "On a CPU, their references would be compared with themselves.",
+            "nvidia-smi; cppmega verify without --deep proves the patches",
+        )
+    return compared(devices, environ, _DEEPSEEK)
+
+
+def compared(
+    devices: Devices, environ: Mapping[str, str], attentions: tuple[SparseAttention, ...]
+) -> ParityAnswer:
+    """Run every kernel and its reference in a process on the first of these GPUs."""
+    order = ParityOrder(
+        device="cuda",
+        attentions=attentions,
+        first_kernel=bool(devices.architectures & SMALL),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        environ = {**environ, "TILELANG_CACHE_DIR": folder}
+        return ask("cppmega.preflight.workers.parity", order, ParityAnswer, environ)
 
 
 def attention(context: Context) -> SparseAttention | None:

@@ -36,7 +36,7 @@ def check(context: Context) -> str:
     if untested:
         return Remark(
             f"{text}; the kernels were never tested with {' and '.join(untested)}: "
-            "`cppmega preflight --deep` proves the patches on it"
+            "`cppmega verify --deep` tests them here"
         )
     return text
 
