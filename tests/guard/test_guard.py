@@ -86,10 +86,10 @@ def test_a_page_that_this_run_need_not_reach_is_idle(bench: Bench) -> None:
 def test_a_rule_that_the_arguments_break_ends_the_run_before_its_first_step(bench: Bench) -> None:
     made.page(bench.pages)
     root = bench.tree()
-    mixed = '{"enable_mhc_connections": True, "fp8": "hybrid"}'
+    mixed = '{"enable_mhc_connections": True, "fp4": "e2m1"}'
     for code, out, err in bench.run(root, root, script=bench.script("print('a step')", mixed)):
         assert code == 1 and "unsupported" in err and "a step" not in out
-        assert "rank 0" in err and "--fp8-format cannot be combined with hyper-connections" in err
+        assert "rank 0" in err and "--fp4-format cannot be combined with hyper-connections" in err
 
 
 def test_a_tampered_file_on_one_rank(bench: Bench) -> None:

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from cppmega.features.mhc import recompute as mhc_recompute
+from cppmega.features.mixers.sequences import _Permuted
 from cppmega.ops.common.once_differentiable import once_differentiable
 from cppmega.ops.mamba3 import operands as mamba3_operands
 from cppmega.ops.mamba3.naive import Inputs, Parameters
 from cppmega.ops.pointwise.linear import linear
 from tests.support import REPOSITORY
 
-DIFFERENTIABLE = {"WalshHadamard"}
-"""Functions with derivatives of any order, which `gradgradcheck` confirms."""
+DIFFERENTIABLE = {"WalshHadamard", "_AllToAll", "_Permuted"}
+"""Functions with derivatives of any order: linear, and their backward passes call themselves."""
 DECORATOR = "from cppmega.ops.common.once_differentiable import once_differentiable"
 
 
@@ -115,3 +116,13 @@ def test_gradients_with_a_graph_accumulate() -> None:
     assert x.grad is not None
     torch.testing.assert_close(x.grad.detach(), 2 * 24 * x.detach() ** 2)
     x.grad = None
+
+
+def test_a_permutation_has_derivatives_of_any_order() -> None:
+    rows, order = torch.randn(5, 2, dtype=torch.float64, requires_grad=True), torch.randperm(5)
+
+    def squared(x: Tensor) -> Tensor:
+        permuted: Tensor = _Permuted.apply(x, order, order.argsort())
+        return permuted.square()
+
+    assert torch.autograd.gradgradcheck(squared, (rows,))
