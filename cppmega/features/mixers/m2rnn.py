@@ -99,9 +99,9 @@ class M2RNNMixer(MegatronModule):  # type: ignore[misc]
         ranks, rank = self.tp_group.size(), self.tp_group.rank()
         heads, keys = sizes.heads(d_model), sizes.key_dim
         own = share(heads, ranks, rank)
-        values = slice(own.start * self.value_dim, own.stop * self.value_dim)
         self.heads, self.total_width = own.stop - own.start, heads * self.value_dim
         self.width = self.heads * self.value_dim
+        values = self._channels(own)
         channels = 2 * [(keys, share(keys, ranks, rank))] + [(self.total_width, values)]
         of_values, of_channels = Runs.of(channels[2:]), Runs.of(channels)
         projected = Runs.of([*channels, (heads, own), (self.total_width, values)])
