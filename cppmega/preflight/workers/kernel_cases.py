@@ -124,27 +124,26 @@ def _attentions(sizes: SparseAttention) -> dict[str, Case]:
 
 
 def _attention(sizes: SparseAttention, device: str, *, repeatable: bool) -> float:
-    *inputs, upstream = _normal(*_shapes(sizes))
-    upstream[::7] = 0
+    inputs = _normal(*_shapes(sizes))
 
-    def run(made: list[Tensor], attend: Callable[..., Tensor]) -> list[Tensor]:
-        leaves = [x.clone().requires_grad_() for x in made]
-        out = attend(sizes, leaves, repeatable=repeatable)
-        torch.autograd.backward(out, upstream.to(out))
-        return [out.detach(), *(_gradient(x) for x in leaves)]
+    def attended(*leaves: Tensor) -> Sequence[Tensor]:
+        return (_attend(sizes, leaves, repeatable=repeatable),)
 
-    results = run([x.to(device) for x in inputs], _attend)
-    return _farthest(results, run([x.float() for x in inputs], _attend_by_head))
+    def by_head(*leaves: Tensor) -> Sequence[Tensor]:
+        return (_attend_by_head(sizes, leaves, repeatable=repeatable),)
+
+    found = _results(attended, [x.to(device) for x in inputs])
+    return _farthest(found, _results(by_head, [x.float() for x in inputs]))
 
 
 def _shapes(sizes: SparseAttention) -> list[tuple[int, ...]]:
-    """Shapes of queries, keys, the values unless the keys contain them, and the output."""
+    """Shapes of queries, keys, and the values unless the keys contain them."""
     queries, keys = (150, 2, sizes.heads), (150, 2, sizes.heads if sizes.key_per_head else 1)
     values = [(*keys, sizes.value_width)] if sizes.key_per_head else []
-    return [(*queries, sizes.width), (*keys, sizes.width), *values, (*queries, sizes.value_width)]
+    return [(*queries, sizes.width), (*keys, sizes.width), *values]
 
 
-def _attend(sizes: SparseAttention, inputs: list[Tensor], *, repeatable: bool) -> Tensor:
+def _attend(sizes: SparseAttention, inputs: Sequence[Tensor], *, repeatable: bool) -> Tensor:
     query, key, *values = inputs
     value = values[0] if values else sizes.value_width
     _refuse_declined(query, dsa_attention.obstacle(query, key, value))
@@ -153,10 +152,12 @@ def _attend(sizes: SparseAttention, inputs: list[Tensor], *, repeatable: bool) -
     return dsa_attention.sparse_attention(query, key, value, chosen, scale, repeatable=repeatable)
 
 
-def _attend_by_head(sizes: SparseAttention, inputs: list[Tensor], *, repeatable: bool) -> Tensor:
+def _attend_by_head(
+    sizes: SparseAttention, inputs: Sequence[Tensor], *, repeatable: bool
+) -> Tensor:
     """The same for one head after the other: the reference copies the chosen keys of each."""
     per_head = [x.expand(-1, -1, sizes.heads, -1).split(1, 2) for x in inputs]
-    outs = [_attend(sizes, list(one), repeatable=repeatable) for one in zip(*per_head, strict=True)]
+    outs = [_attend(sizes, one, repeatable=repeatable) for one in zip(*per_head, strict=True)]
     return torch.cat(outs, 2)
 
 
@@ -237,19 +238,23 @@ def _ngram_tables(device: str) -> float:
 def _apart(device: str, compute: Callable[..., Sequence[Tensor]], *inputs: Tensor) -> float:
     """How far results and gradients on a device are from those of the CPU's plain reference."""
 
-    def run(where: str) -> list[Tensor]:
-        generator = torch.Generator().manual_seed(5)
-        leaves = [x.to(where).clone().requires_grad_() for x in inputs]
-        results = compute(*leaves)
-        upstream = [1 + torch.randn(x.shape, generator=generator) / 2 for x in results]
-        for each in upstream:
-            each.view(-1)[::7] = 0
-        if not upstream[0].any():  # a single value
-            upstream[0].fill_(3.0)
-        torch.autograd.backward(results, [x.to(y) for x, y in zip(upstream, results, strict=True)])
-        return [*(x.detach() for x in results), *(_gradient(x) for x in leaves)]
+    found, wanted = (_results(compute, [x.to(at) for x in inputs]) for at in (device, "cpu"))
+    return _farthest(found, wanted)
 
-    return _farthest(run(device), run("cpu"))
+
+def _results(compute: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """What a function computes of these inputs, and their gradients."""
+    generator = torch.Generator().manual_seed(5)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    results = compute(*leaves)
+    upstream = []
+    for result in results:
+        drawn = 1 + torch.randn(result.shape, generator=generator) / 2
+        if drawn.ndim:
+            drawn.flatten(0, -2)[::7] = 0
+        upstream.append(drawn.to(result))
+    torch.autograd.backward(results, upstream)
+    return [*(x.detach() for x in results), *(_gradient(x) for x in leaves)]
 
 
 def _normal(*shapes: tuple[int, ...]) -> list[Tensor]:
