@@ -150,7 +150,10 @@ LONGEST = (
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first, then those that import Megatron, then the others."""
+    from tests.support import weekly
+
     items.sort(key=_place)
+    weekly.mark_versions(items)
     for item in items:
         if {"configurations", "upstream_patches"} & set(item.path.parts):
             item.add_marker(pytest.mark.slow)  # models, in processes of their own

@@ -23,11 +23,14 @@ from cppmega.tree.installed import Tree, sha256
 from cppmega.tree.resolve import is_version, requirement
 from tests.support import BRANCHES, NEWEST, NOT_NEEDED, OTHERS, VERSIONS, copy, laws, pristine
 from tests.support.made import leftovers
+from tests.support.weekly import MAIN, mostly_weekly, of_this_run
 
 pytestmark = pytest.mark.slow
 
 every_page = pytest.mark.parametrize("name", laws.names())
-supported = pytest.mark.parametrize("version", laws.SUPPORTED)
+ALONE = of_this_run(laws.RECORDED)
+"""Releases on which each page is applied alone. All pages together are compared on every release,
+and the text of each page is in theirs."""
 every_version = pytest.mark.parametrize("version", laws.EVERY)
 every_other = pytest.mark.parametrize("release", OTHERS)
 
@@ -136,7 +139,7 @@ def _assert_missing(tree: Tree, detail: str) -> None:
 @every_page
 def test_one_small_target(name: str) -> None:
     """The page alone: nothing outside of its targets and what it declares differs."""
-    for version in laws.there(*laws.SUPPORTED):
+    for version in laws.there(*of_this_run(laws.SUPPORTED)):
         _assert_small(name, version)
 
 
@@ -169,7 +172,7 @@ def _without(data: bytes, lines: set[str], before: bytes) -> bytes:
 @every_page
 def test_stable(name: str) -> None:
     """What comes out is no text that the page would edit again."""
-    for version in laws.there(*laws.SUPPORTED):
+    for version in laws.there(*of_this_run(laws.SUPPORTED)):
         _assert_stable(name, version)
 
 
@@ -196,7 +199,8 @@ def _assert_stable(name: str, version: str) -> None:
 def test_result_is_the_recorded_one(name: str) -> None:
     """Deterministic: the same bytes on every machine, every Python and every day."""
     assert (laws.GOLDEN / f"{name}.json").exists()
-    assert laws.recorded(name) == laws.golden(name), f"run: python scripts/record_golden.py {name}"
+    recorded = laws.recorded(name)
+    assert recorded == laws.golden(name, ALONE), f"run: python scripts/record_golden.py {name}"
 
 
 @every_page
@@ -272,7 +276,7 @@ def test_every_pinned_release_of_another_package_is_checked() -> None:
 # -- pages together -------------------------------------------------------------------------------
 
 
-@supported
+@pytest.mark.parametrize("version", of_this_run(laws.SUPPORTED))
 @pytest.mark.parametrize("pair", laws.pairs(), ids=" then ".join)
 def test_declared_pairs_compose(version: str, pair: tuple[str, str]) -> None:
     wanted = [name for name in pair if name in laws.needed(version)]
@@ -286,7 +290,9 @@ def test_all_together_is_the_recorded_one() -> None:
     assert recorded == laws.golden(laws.TOGETHER), "run: python scripts/record_golden.py"
 
 
-@pytest.mark.parametrize("version", (*laws.SUPPORTED, "0.15.3", "0.19.0"))
+@pytest.mark.parametrize(
+    "version", mostly_weekly((*laws.SUPPORTED, "0.15.3", "0.19.0"), VERSIONS[-1], MAIN, "0.15.3")
+)
 def test_apply_and_revert_on_disk(version: str, tmp_path: Path) -> None:
     """Apply, apply again, revert: exit 0 each time, and the original hashes at the end."""
     root = copy(version, tmp_path / "site")
@@ -330,7 +336,7 @@ def _assert_patched(root: Path, version: str) -> None:
     assert {path: (root / path).read_bytes() for path in wanted} == wanted
 
 
-@supported
+@pytest.mark.parametrize("version", mostly_weekly(laws.SUPPORTED, VERSIONS[-1]))
 def test_text_is_the_same_under_another_hash_seed(version: str) -> None:
     """An edit that walks through a set writes another overlay on the next machine."""
     made = laws.planned(version)

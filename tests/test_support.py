@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from tests import support
+from tests.support import weekly
 
 _STARTS_A_SLEEPER = """
 import subprocess, sys
@@ -33,3 +34,12 @@ def test_output_that_a_process_left_behind_holds_open(monkeypatch: pytest.Monkey
             support.outputs([one], timeout=0.1)
     finally:
         os.killpg(one.pid, signal.SIGKILL)
+
+
+def test_versions_in_between_are_left_for_the_week(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that has no other version keeps its last one."""
+    monkeypatch.setattr(weekly, "NOW", False)
+    assert weekly.of_this_run(("0.16.1", "0.17.1", "0.18.2", "0.19.2")) == ("0.16.1", "0.19.2")
+    assert weekly.of_this_run(("0.17.1", "0.18.2")) == ("0.18.2",)
+    monkeypatch.setattr(weekly, "NOW", True)
+    assert weekly.of_this_run(("0.17.1", "0.18.2")) == ("0.17.1", "0.18.2")

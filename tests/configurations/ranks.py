@@ -7,9 +7,7 @@ processes: no state is left from the one before it, and one that hangs can be ki
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import importlib
 import json
 import logging
 import os
@@ -30,13 +28,6 @@ from cppmega.overlay.verbs import Session
 from cppmega.proof.cpu_shims import keep_saves_here
 from tests.configurations.settings import Configuration
 
-LATE = (
-    "megatron.core.dist_checkpointing.exchange_utils",
-    "megatron.core.dist_checkpointing.strategies.fully_parallel",
-    "megatron.core.models.hybrid.hybrid_model",
-    "megatron.core.models.mimo",
-)
-"""What every rank would import for itself, when it first needs it."""
 GRACE = 15.0
 """Seconds for the other ranks after one has failed: they may wait for it for ever."""
 SHORT = 1.0
@@ -70,9 +61,7 @@ def _import(root: Path) -> None:
     from tests.configurations import stand_ins, training
 
     assert training
-    for name in LATE:
-        with contextlib.suppress(ImportError):  # of another release
-            importlib.import_module(name)
+    stand_ins.import_late()
     stand_ins.install()
     swaps.check()
     keep_saves_here()

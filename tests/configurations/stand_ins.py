@@ -6,6 +6,7 @@ tree's own: models, parallel layers, schedules, MTP, recompute, optimizers and c
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 from types import SimpleNamespace
@@ -22,6 +23,30 @@ from cppmega.proof import cpu_shims
 from examples.smoke.model import DocumentAttention
 from tests.configurations.batches import rows
 from tests.support.te_stand_ins import of_sequence_parts
+
+LATE = (
+    "cppmega.features.embeddings.layer",
+    "cppmega.features.linear_cross_entropy.heads",
+    "cppmega.features.mhc.depths",
+    "cppmega.features.mhc.layers",
+    "cppmega.features.mixers.hybrid",
+    "cppmega.features.mixers.m2rnn",
+    "cppmega.features.mixers.mamba3",
+    "megatron.core.dist_checkpointing.exchange_utils",
+    "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader",
+    "megatron.core.dist_checkpointing.strategies.fully_parallel",
+    "megatron.core.dist_checkpointing.strategies.state_dict_saver",
+    "megatron.core.models.hybrid.hybrid_model",
+    "megatron.core.models.mimo",
+)
+"""What every rank would import for itself, when it first needs it."""
+
+
+def import_late() -> None:
+    """Import it in the process of which ranks are forks."""
+    for name in LATE:
+        with contextlib.suppress(ImportError):  # of another release
+            importlib.import_module(name)
 
 
 def install() -> None:

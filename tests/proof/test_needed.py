@@ -15,20 +15,14 @@ from cppmega.catalogue import loader as catalogue
 from cppmega.overlay.verbs import Session
 from cppmega.proof import verify
 from tests import forkserver
-from tests.support import BRANCHES, NEWEST, VERSIONS, copy, laws, pristine
-from tests.support.weekly import weekly
+from tests.support import NEWEST, VERSIONS, copy, laws, pristine
+from tests.support.weekly import MAIN, mostly_weekly
 
 pytestmark = pytest.mark.slow
 
-BETWEEN = (*VERSIONS[1:-1], next(branch for branch in BRANCHES if branch.startswith("dev-")))
-"""Versions whose texts and pins the laws compare in every run, but whose proofs run weekly."""
-
 
 @pytest.mark.megatron
-@pytest.mark.parametrize(
-    "version",
-    [pytest.param(v, marks=weekly if v in BETWEEN else ()) for v in laws.SUPPORTED],
-)
+@pytest.mark.parametrize("version", mostly_weekly(laws.SUPPORTED, VERSIONS[-1], MAIN))
 def test_every_needed_page_is_proved(
     version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ import ast
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -103,10 +103,11 @@ def recorded(name: str) -> dict[str, dict[str, str]]:
     return content
 
 
-def golden(name: str) -> dict[str, dict[str, str]]:
-    """The hashes of a page's results by version, as they are now; of missing trees, as recorded."""
-    out = {v: h for v, h in recorded(name).items() if _is_missing(v)}
-    for version in there(*RECORDED):
+def golden(name: str, versions: Sequence[str] = RECORDED) -> dict[str, dict[str, str]]:
+    """The hashes of a page's results by version, as they are now; of other trees, as recorded."""
+    others = {v for v in RECORDED if v not in versions or _is_missing(v)}
+    out = {v: h for v, h in recorded(name).items() if v in others}
+    for version in there(*versions):
         if name == TOGETHER and _whole(version):
             out[version] = hashes(result(version))
         elif name != TOGETHER and name in needed(version):

@@ -41,6 +41,7 @@ def prepare() -> None:
     process.adopt_orphans()
     torch.set_num_threads(1)
     torch._dynamo.config.disable = True
+    stand_ins.import_late()
     stand_ins.install()
     keep_saves_here()
     gc.freeze()  # Megatron collects in every rank, which would walk through all that is imported

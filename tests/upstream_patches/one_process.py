@@ -20,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 from tests.support import made_once, patched, pristine, python
+from tests.support.weekly import of_this_run
 
 PAGES = {
     "absorbed_mla_gathered_weight": ("0.19.2",),
@@ -72,7 +73,7 @@ def _results(version: str) -> dict[str, str]:
 
 
 def _printed(version: str) -> str:
-    pages = [page for page, versions in PAGES.items() if version in versions]
+    pages = [page for page, versions in PAGES.items() if version in of_this_run(versions)]
     code = f"""
     from tests.upstream_patches import one_process
     one_process.run({pages!r}, {str(pristine(version))!r})

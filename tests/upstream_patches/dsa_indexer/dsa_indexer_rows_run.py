@@ -22,7 +22,7 @@ from megatron.training import checkpointing, global_vars
 from cppmega.errors import CppmegaError
 from cppmega.proof import cpu_shims, small_models
 from tests.support import parsed_line
-from tests.upstream_patches.optimizer.distributed_optimizer import OnCpu
+from tests.upstream_patches.optimizer.distributed_optimizer import cuda_is_cpu
 
 WITHOUT = ("--save-interval", "1", "--no-save-rng", "--no-load-rng", "--no-save-optim")
 SIZES = ("--qk-pos-emb-head-dim", "8")
@@ -78,7 +78,7 @@ def _scores(
 def _without_gpu() -> Iterator[None]:
     tracker = checkpointing.tensor_parallel.get_cuda_rng_tracker()
     with (
-        OnCpu(),
+        cuda_is_cpu(),
         mock.patch.object(filesystem_async, "_results_queue", queue.Queue()),
         mock.patch.object(checkpointing, "update_num_microbatches"),
         mock.patch.object(torch.cuda, "current_device", lambda: "cpu"),

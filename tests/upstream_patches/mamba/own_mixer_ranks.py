@@ -73,7 +73,6 @@ def check_layouts_train_as_one_rank(folder: Path) -> None:
     context = replace(HYBRID, context=2)
     packed = replace(HYBRID, packing="padded")
     runs = (
-        ({}, HYBRID, tensor),
         ({"CPPMEGA_MAMBA3": environment_sizes.text(SISO)}, HYBRID, tensor[1:]),
         (WITH_M2RNN, HYBRID, (*tensor, *others, context)),
         (WITH_M2RNN, packed, (replace(packed, context=2),)),

@@ -6,6 +6,7 @@ Imported in the process that runs a tree, never by pytest itself.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -17,27 +18,50 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.transformer import TransformerConfig
-from torch.overrides import TorchFunctionMode
 
 WIDTHS = (5, 7, 9, 11, 3)
-_CUDA, _TYPE = torch.Tensor.cuda, torch.Tensor.type
+_MAKERS = (
+    *("arange", "as_tensor", "empty", "empty_like", "full", "full_like", "ones", "ones_like"),
+    *("rand", "randint", "randn", "tensor", "zeros", "zeros_like"),
+)
+_METHODS = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "to")
+_TYPE = torch.Tensor.type
 
 
-class OnCpu(TorchFunctionMode):
-    """Let the optimizers, which name CUDA and its tensor types, run on the CPU."""
+@contextlib.contextmanager
+def cuda_is_cpu() -> Iterator[None]:
+    """Let the optimizers, which name CUDA and its tensor types, run on the CPU.
 
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if kwargs:  # as few have: every operation of a model comes through here
-            kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+    Only the functions that may be given a device are replaced: under a `TorchFunctionMode`, every
+    operation and attribute of a model would be slower.
+    """
+    with (
+        mock.patch.multiple(torch, **{name: _here(getattr(torch, name)) for name in _MAKERS}),
+        mock.patch.multiple(
+            torch.Tensor,
+            **{name: _here(getattr(torch.Tensor, name)) for name in _METHODS},
+            cuda=lambda tensor, *_, **__: tensor,
+            type=_type,
+        ),
+    ):
+        yield
+
+
+def _here(function: Any) -> Any:
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            kwargs.pop("pin_memory", None)
             if str(kwargs.get("device", "")).startswith("cuda"):
                 kwargs["device"] = "cpu"
-        if function is _CUDA:
-            return args[0]
-        result = function(*args, **kwargs) if kwargs else function(*args)
-        named = function is _TYPE and len(args) == 1
-        return f"torch.cuda.{result[6:]}" if named else result
+        return function(*args, **kwargs)
+
+    return called
+
+
+def _type(tensor: torch.Tensor, *given: Any, **named: Any) -> Any:
+    result = _TYPE(tensor, *given, **named)
+    return result if given or named else f"torch.cuda.{result[6:]}"
 
 
 class Adam(torch.optim.Optimizer):
@@ -65,7 +89,7 @@ class Adam(torch.optim.Optimizer):
 def on_cpu() -> Iterator[None]:
     """Let these optimizers run without a GPU, with `Adam` instead of FusedAdam."""
     with (
-        OnCpu(),
+        cuda_is_cpu(),
         mock.patch.multiple(optimizers, Adam=Adam, USING_PYTORCH_OPTIMIZER=False),
         mock.patch.multiple(distrib_optimizer, Adam=Adam, HAVE_APEX_OR_TE=True),
     ):

@@ -151,14 +151,14 @@ def reruns_on_cpu(mode: Any) -> Iterator[Any]:
     """Megatron's machine for running steps again, which keeps the state of a GPU's generator."""
     from megatron.core import rerun_state_machine as reruns
 
-    from tests.upstream_patches.optimizer.distributed_optimizer import OnCpu
+    from tests.upstream_patches.optimizer.distributed_optimizer import cuda_is_cpu
 
     reruns.destroy_rerun_state_machine()
     reruns.initialize_rerun_state_machine(mode=mode)
     with (
         mock.patch.object(torch.cuda, "get_rng_state", lambda *_: torch.zeros(1)),
         mock.patch.object(torch.cuda, "set_rng_state", lambda *_: None),
-        OnCpu(),  # type: ignore[no-untyped-call]
+        cuda_is_cpu(),
     ):
         yield reruns.get_rerun_state_machine()
 

@@ -24,7 +24,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
-from tests.upstream_patches.optimizer.distributed_optimizer import OnCpu
+from tests.upstream_patches.optimizer.distributed_optimizer import cuda_is_cpu
 
 rank = torch.distributed.get_rank()
 
@@ -44,7 +44,7 @@ def outcome(experts, expert_tensor):
         param.main_grad = torch.tensor(gradient)
         param.allreduce, param.tensor_model_parallel = name == "dense", False
         params.append(param)
-    with OnCpu():
+    with cuda_is_cpu():
         config = OptimizerConfig(optimizer="adam", lr=0.1, bf16=True)
         groups = ProcessGroupCollection.use_mpu_process_groups()
         base = [torch.optim.SGD([param], lr=0.1) for param in params]
