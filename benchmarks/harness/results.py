@@ -192,4 +192,4 @@ def drawing(target: Path, rows: int, columns: int, **options: Any) -> Iterator[A
     figure, panels = plotting.pyplot().subplots(rows, columns, squeeze=False, **options)
     yield panels
     figure.tight_layout()
-    plotting.write(figure, target, target.stem, [])
+    plotting.write(figure, target)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -12,6 +13,7 @@ from click.core import ParameterSource
 from cppmega.cli import completion
 from cppmega.cli.group import (
     FINE,
+    NOT_AS_IT_MUST_BE,
     UpToDashes,
     after_dashes,
     arguments_options,
@@ -20,18 +22,14 @@ from cppmega.cli.group import (
 )
 from cppmega.training.options import options
 
+if TYPE_CHECKING:
+    from cppmega.runs.folder import Run
+
 _runs = click.option(
     "--runs",
     "folder",
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder of the run folders (default: $CPPMEGA_RUNS, else ./runs).",
-)
-
-_plot = click.option(
-    "--plot",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="Also plot into this file: .png, .svg, .pdf, or .html with the text. Needs matplotlib.",
 )
 
 
@@ -131,8 +129,7 @@ def launch(
 @click.option(
     "--watch",
     is_flag=True,
-    help="Watch the live runs, or those named, until they end: a table in a terminal, lines "
-    "elsewhere.",
+    help="Watch the live runs, or those named, until they end.",
 )
 @click.option(
     "--every",
@@ -150,7 +147,12 @@ def launch(
     metavar="TIMES",
     help="A watched run is stalled after this many times the usual time without a step.",
 )
-@_plot
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Also plot into this file: .png, .svg or .pdf. Needs matplotlib.",
+)
 @json_option
 def runs(
     names: tuple[str, ...],
@@ -168,11 +170,10 @@ def runs(
     RUN is a name, the start of a name, a tmux session, or a folder; all runs by default. --plot
     draws loss, gradient norm, throughput and memory of the runs that are listed, and their spikes.
 
-    With --watch: step, loss, gradient norm and throughput, how busy the GPUs of this host are (the
-    least and the most busy), the time until the next checkpoint and until the end. A run without a
-    step for too long is reported as stalled, with the rank of this host that is behind; a loss or
-    gradient norm far above the usual is reported as a spike. The exit status is 1 if a watched run
-    crashed or was killed; Ctrl-C ends the watching, not the runs.
+    With --watch: step, loss, gradient norm and throughput, the time until the next checkpoint and
+    until the end. A run without a step for too long is reported as stalled, with the rank of this
+    host that is behind; a loss or gradient norm far above the usual is reported as a spike. The
+    exit status is 1 if a watched run crashed or was killed; Ctrl-C ends the watching, not the runs.
     """
     from cppmega.host import console
     from cppmega.host.table import show
@@ -187,9 +188,8 @@ def runs(
             raise click.UsageError("--watch prints lines; cppmega runs --json prints one snapshot")
         if plot is not None:
             raise click.UsageError("--plot draws what has been logged so far; leave --watch out")
-        from cppmega.cli import runs_watch
-
-        sys.exit(runs_watch.watch(found, bool(names), every, stalled_after))
+        watched = [run for run in found if names or run.state() in run_folder.LIVE]
+        sys.exit(_watch(watched, every, stalled_after))
     shown = found if everything or as_json else found[:20]
     rows = [listing.row_of(run) for run in shown]
     if as_json:
@@ -203,9 +203,25 @@ def runs(
     if plot is not None:
         from cppmega.runs import curves
 
-        title = ", ".join(run.name for run in shown)
-        curves.plot(shown, plot, title, map(click.unstyle, listing.table(rows)))
+        curves.plot(shown, plot)
         console.say(f"curves: {plot}")
+
+
+def _watch(watched: Sequence[Run], every: float, stalled_after: float) -> int:
+    """Print lines about runs until all have ended. Returns the exit status."""
+    from cppmega.host import console
+    from cppmega.runs import watch as watching
+
+    if not watched:
+        console.say("no run is live: cppmega runs lists those that ended")
+        return FINE
+    try:
+        for line in watching.lines(watching.sights(watched, stalled_after), every):
+            click.echo(line)
+    except KeyboardInterrupt:
+        return FINE
+    ended_badly = any(run.state() in ("crashed", "killed") for run in watched)
+    return NOT_AS_IT_MUST_BE if ended_badly else FINE
 
 
 @cli.command()
@@ -259,9 +275,8 @@ def stop(run: str | None, folder: Path | None, now: bool, wait: float) -> None:
 @cli.command()
 @click.argument("run", required=False, shell_complete=completion.runs)
 @_runs
-@_plot
 @json_option
-def profile(run: str | None, folder: Path | None, plot: Path | None, as_json: bool) -> None:
+def profile(run: str | None, folder: Path | None, as_json: bool) -> None:
     """Show the profile of a run launched with --profile STEPS.
 
     RUN is a name, the start of a name, a tmux session, or a folder; the newest run by default.
@@ -275,29 +290,23 @@ def profile(run: str | None, folder: Path | None, plot: Path | None, as_json: bo
     from cppmega.runs import json_file
     from cppmega.runs import profile as run_profile
 
-    found = run_folder.find(run_folder.root(folder), run)
-    read = run_profile.read(found)
+    read = run_profile.read(run_folder.find(run_folder.root(folder), run))
     if as_json:
         console.print_json({**console.ENVELOPE, "ok": True, **json_file.plain(read)})
     else:
         show(run_profile.lines(read))
-    if plot is not None:
-        lines = map(click.unstyle, run_profile.lines(read))
-        run_profile.plot([(found.name, read)], plot, lines)
-        console.say(f"profile: {plot}")
 
 
 @cli.command()
 @click.argument("one", shell_complete=completion.runs)
 @click.argument("other", shell_complete=completion.runs)
 @_runs
-@_plot
 @json_option
-def compare(one: str, other: str, folder: Path | None, plot: Path | None, as_json: bool) -> None:
+def compare(one: str, other: str, folder: Path | None, as_json: bool) -> None:
     """Compare two runs: what differs, losses and throughput.
 
-    ONE and OTHER are each a name, the start of a name, a tmux session, or a folder. --plot draws
-    loss, gradient norm, throughput and memory of both.
+    ONE and OTHER are each a name, the start of a name, a tmux session, or a folder. `cppmega runs
+    ONE OTHER --plot FILE` draws both.
     """
     from cppmega.host import console
     from cppmega.host.table import show
@@ -314,10 +323,4 @@ def compare(one: str, other: str, folder: Path | None, plot: Path | None, as_jso
         console.print_json({**console.ENVELOPE, "ok": True, **json_file.plain(found)})
     else:
         show(text)
-    if plot is not None:
-        from cppmega.runs import curves
-
-        title = f"{first.name} and {second.name}"
-        curves.plot([first, second], plot, title, map(click.unstyle, text))
-        console.say(f"curves: {plot}")
     sys.exit(FINE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 _QUERY = (
@@ -31,31 +31,15 @@ class Gpu:
 
 def reported(environ: Mapping[str, str] = os.environ) -> list[Gpu]:
     """Every GPU that nvidia-smi lists; empty where it is missing or does not answer."""
-    return [_gpu(*row) for row in _query(_QUERY, environ)]
+    return [_gpu(*row) for row in _rows(environ)]
 
 
-def busy(visible: str = "") -> tuple[int, ...]:
-    """The share of the last second, in percent, in which a kernel ran on each GPU.
-
-    Args:
-        visible: indices or UUIDs as in `CUDA_VISIBLE_DEVICES`; empty: every GPU.
-    """
-    wanted = [name.strip() for name in visible.split(",") if name.strip()]
-    rows = _query(("index", "uuid", "utilization.gpu"), os.environ)
-    shares = [
-        share.removesuffix("%").strip()
-        for index, uuid, share in rows
-        if not wanted or index in wanted or any(uuid.startswith(name) for name in wanted)
-    ]
-    return tuple(int(share) for share in shares if share.isdigit())  # "[N/A]" under MIG
-
-
-def _query(query: Sequence[str], environ: Mapping[str, str]) -> list[list[str]]:
+def _rows(environ: Mapping[str, str]) -> list[list[str]]:
     """The rows of nvidia-smi; none where it is missing or does not answer."""
     program = shutil.which("nvidia-smi", path=environ.get("PATH"))
     if program is None:
         return []
-    command = [program, f"--query-gpu={','.join(query)}", "--format=csv,noheader"]
+    command = [program, f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader"]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=_SECONDS
@@ -63,7 +47,7 @@ def _query(query: Sequence[str], environ: Mapping[str, str]) -> list[list[str]]:
     except (OSError, subprocess.TimeoutExpired):  # a driver that hangs: torch will say more
         return []
     rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
-    return [row for row in rows if len(row) == len(query)]
+    return [row for row in rows if len(row) == len(_QUERY)]
 
 
 def _gpu(index: str, uuid: str, name: str, memory: str, compute_mode: str, errors: str) -> Gpu:

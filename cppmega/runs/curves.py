@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,7 +66,7 @@ def held_out(run: Run) -> list[HeldOutLoss]:
     return sorted(metrics.evaluations(run.logged), key=lambda row: row.evaluated)
 
 
-def plot(runs: Sequence[Run], target: Path, title: str, text: Iterable[str]) -> None:
+def plot(runs: Sequence[Run], target: Path) -> None:
     """Draw the curves of runs, each panel over the steps; spikes are marked.
 
     A panel for which no run has values, such as the memory of runs on a CPU, is left out.
@@ -92,12 +92,12 @@ def plot(runs: Sequence[Run], target: Path, title: str, text: Iterable[str]) -> 
     figure, grid = pyplot.subplots(
         down, across, figsize=(5.5 * across, 0.5 + 3.5 * down), layout="constrained", squeeze=False
     )
-    for axis, title_ in zip(grid.flat, panels, strict=False):
-        _panel(axis, title_, drawn)
+    for axis, title in zip(grid.flat, panels, strict=False):
+        _panel(axis, title, drawn)
     for axis in grid.flat[len(panels) :]:
         axis.axis("off")
     figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside lower center")
-    plotting.write(figure, target, title, text)
+    plotting.write(figure, target)
 
 
 def _panel(axis: Any, title: str, drawn: Sequence[Drawn]) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import msgspec
 
 from cppmega.errors import CppmegaError
 from cppmega.host import table as host_table
-from cppmega.runs import json_file, plotting
+from cppmega.runs import json_file
 from cppmega.runs.folder import Run
 
 SCHEMA = 1
@@ -270,39 +268,3 @@ def _ms(kinds: dict[str, tuple[float, float]], kind: str) -> float:
 def _pair(name: str, a: tuple[float, float], b: tuple[float, float]) -> tuple[str, ...]:
     times = (f"{a[0]:.1f}", f"{b[0]:.1f}", f"{b[0] - a[0]:+.1f}")
     return (name, *times, *(f"{count:.0f}" if count else "" for count in (a[1], b[1])))
-
-
-def plot(profiles: Sequence[tuple[str, Profile]], target: Path, text: Iterable[str] = ()) -> None:
-    """Draw each profile as one bar, stacked by kind, with the waiting last.
-
-    Args:
-        text: what the command printed, for an HTML file.
-
-    Raises:
-        CppmegaError: those of `plotting`.
-    """
-    pyplot = plotting.pyplot()
-    longest: dict[str, float] = {}
-    for _, profile in profiles:
-        for kind in profile.kinds:
-            longest[kind.kind] = max(longest.get(kind.kind, 0.0), kind.ms)
-    kinds = [*sorted(longest, key=lambda kind: -longest[kind]), "waiting"]
-    figure, axis = pyplot.subplots(figsize=(11, 2 + len(profiles)), layout="constrained")
-    left = [0.0] * len(profiles)
-    colours: Any = pyplot.get_cmap("tab20").colors
-    for at, name in enumerate(kinds):
-        widths = [_width(profile, name) for _, profile in profiles]
-        colour = "#dddddd" if name == "waiting" else colours[at % len(colours)]
-        axis.barh([label for label, _ in profiles], widths, left=left, color=colour, label=name)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
-    axis.invert_yaxis()
-    axis.set_xlabel("ms per step")
-    axis.legend(ncols=4, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.25))
-    title = f"profile of {', '.join(name for name, _ in profiles)}"
-    plotting.write(figure, target, title, text)
-
-
-def _width(profile: Profile, kind: str) -> float:
-    if kind == "waiting":
-        return profile.waiting_ms
-    return sum(one.ms for one in profile.kinds if one.kind == kind)

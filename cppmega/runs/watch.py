@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 
-from cppmega.host import gpus
-from cppmega.runs import failures, liveness, metrics, rank_progress
+from cppmega.runs import failures, metrics, rank_progress
 from cppmega.runs.folder import LIVE, Run, RunState
 from cppmega.runs.listing import duration
 from cppmega.runs.manifest import Manifest
@@ -19,8 +17,6 @@ from cppmega.runs.spikes import Spikes
 
 _POLL = 1.0
 """Seconds between two readings of the files."""
-_GPU_ROUNDS = 5
-"""Readings of the files for each question to nvidia-smi, which takes up to a second."""
 _PATIENCE = 15.0
 """Seconds within which no run counts as stalled, however short its steps: it may be saving."""
 _RECENT = 50
@@ -45,8 +41,6 @@ class Sight:
     spike: str = ""
     """The last one, if it is recent."""
     error: str = ""
-    busy: tuple[int, ...] = ()
-    """How busy each of its GPUs on this host is, in percent."""
 
     @property
     def live(self) -> bool:
@@ -91,17 +85,6 @@ def look(run: Run, stalled_after: float, now: float | None = None) -> Sight:
     if sight.live and distance and silent > max(_PATIENCE, stalled_after * distance):
         sight = replace(sight, stall=_stall(run, last.step, silent, distance))
     return sight
-
-
-def busy_gpus(run: Run) -> tuple[int, ...]:
-    """How busy a run's GPUs on this host are, in percent."""
-    run = Run(run.path)  # whose manifest may have been written since
-    outline, statuses = run.outline, [node.status() for node in run.nodes()]
-    here = any(status is not None and liveness.in_charge(status) for status in statuses)
-    if not here or not isinstance(outline, Manifest) or not outline.gpus:
-        return ()
-    visible = outline.environment.get("CUDA_VISIBLE_DEVICES")
-    return () if visible == "" else gpus.busy(visible or "")
 
 
 def _error(run: Run) -> str:
@@ -164,23 +147,16 @@ def line(sight: Sight) -> str:
     """A run in one line, for a log."""
     last, head = sight.last, f"{sight.state} {sight.run.name}:"
     if last is None:
-        return "; ".join([f"{head} no step yet", *remarked(sight)])
+        return "; ".join([f"{head} no step yet", *_remarked(sight)])
     values = [
         f"step {last.step}" + (f"/{sight.end}" if sight.end is not None else ""),
         f"loss {last.loss:.4f}" if last.loss is not None else "",
         f"grad norm {last.grad_norm:.3g}" if last.grad_norm is not None else "",
         f"{last.tokens_per_second:.0f} tokens/s" if last.tokens_per_second is not None else "",
-        f"GPU busy {percent(sight.busy)}" if sight.busy else "",
     ]
     if sight.live:
         values += [_due("checkpoint", sight, sight.saves_at), _due("end", sight, sight.end)]
-    return "; ".join([f"{head} {', '.join(filter(None, values))}", *remarked(sight)])
-
-
-def percent(shares: Sequence[int]) -> str:
-    """The lowest and the highest share, since an idle GPU is the one to inspect."""
-    low, high = min(shares), max(shares)
-    return f"{low} %" if low == high else f"{low}-{high} %"
+    return "; ".join([f"{head} {', '.join(filter(None, values))}", *_remarked(sight)])
 
 
 def _due(what: str, sight: Sight, step: int | None) -> str:
@@ -188,7 +164,7 @@ def _due(what: str, sight: Sight, step: int | None) -> str:
     return "" if seconds is None else f"{what} in {duration(seconds)}"
 
 
-def remarked(sight: Sight) -> Iterator[str]:
+def _remarked(sight: Sight) -> Iterator[str]:
     """Warnings that need attention."""
     if sight.stall:
         yield f"STALLED: {sight.stall}"
@@ -200,10 +176,8 @@ def remarked(sight: Sight) -> Iterator[str]:
 
 def sights(runs: Sequence[Run], stalled_after: float) -> Iterator[list[Sight]]:
     """Poll the runs until all have ended."""
-    for count in itertools.count():
-        if count % _GPU_ROUNDS == 0:
-            busy = {run: busy_gpus(run) for run in runs}
-        seen = [replace(look(run, stalled_after), busy=busy[run]) for run in runs]
+    while True:
+        seen = [look(run, stalled_after) for run in runs]
         yield seen
         if not any(sight.live for sight in seen):
             return

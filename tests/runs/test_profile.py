@@ -133,11 +133,3 @@ def test_a_folder_named_on_the_command_line_is_found(tmp_path: Path) -> None:
     elsewhere.mkdir()
     json_file.write(elsewhere / SUMMARY, json_file.plain(made_profile()))
     assert profiling.read(run) == made_profile()
-
-
-@pytest.mark.slow
-def test_profiles_are_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    target = tmp_path / "profile.png"
-    profiling.plot([("a", made_profile()), ("b", made_profile())], target)
-    assert target.read_bytes().startswith(b"\x89PNG")

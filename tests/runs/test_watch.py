@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
 import random
 import signal
 import socket
@@ -25,7 +24,7 @@ from cppmega.runs.metrics import LoggedStep, Start
 from cppmega.runs.rank_progress import RankProgress
 from cppmega.runs.spikes import Spikes
 from cppmega.runs.status import Status
-from tests.support import REPOSITORY, shown
+from tests.support import REPOSITORY
 
 TIMES = 10.0
 
@@ -120,39 +119,6 @@ def test_a_run_without_a_step_yet(tmp_path: Path) -> None:
     assert watch.line(watch.look(run, TIMES)) == "running demo: no step yet"
     metrics.append(run.metrics, Start(start="r"))
     assert watch.look(run, TIMES, now=after(run, 9999)).stall == ""
-
-
-NVIDIA_SMI = """#!/bin/sh
-echo "0, GPU-aa, 97 %"; echo "1, GPU-ab, 12 %"; echo "2, GPU-c, [N/A]"
-"""
-
-
-@pytest.mark.parametrize(
-    ("visible", "shown"), [("", "12-97 %"), ("0", "97 %"), ("GPU-ab", "12 %"), ("2", "")]
-)
-def test_the_gpus_that_it_was_given_are_shown_from_the_idlest_to_the_busiest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str, shown: str
-) -> None:
-    (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI)
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    environment = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
-    run = make(tmp_path / "runs", gpus=["an H200"], environment=environment)
-    train(run, last=3)
-    (sight,) = next(watch.sights([run], TIMES))
-    assert (f"GPU busy {shown}," in watch.line(sight)) == bool(shown)
-    end(run, 0)
-    assert watch.busy_gpus(run) == ()
-
-
-def test_a_run_on_a_cpu_has_no_gpu_that_could_be_busy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(watch.gpus, "busy", lambda visible: (50,))
-    assert watch.busy_gpus(make(tmp_path, "one")) == ()
-    hidden = {"CUDA_VISIBLE_DEVICES": ""}  # as in a CPU recipe on a host with GPUs
-    assert watch.busy_gpus(make(tmp_path, "two", gpus=["an H200"], environment=hidden)) == ()
-    assert watch.busy_gpus(make(tmp_path, "three", gpus=["an H200"])) == (50,)
 
 
 # -- stalls -------------------------------------------------------------------------------------
@@ -376,19 +342,3 @@ def test_a_list_can_name_its_runs(tmp_path: Path, capsys: pytest.CaptureFixture[
         end(make(tmp_path, name), 0)
     _, out, _ = command(capsys, "two", "--runs", str(tmp_path))
     assert "two" in out and "one" not in out
-
-
-def test_a_terminal_gets_a_table_that_is_redrawn(tmp_path: Path) -> None:
-    run = make(tmp_path)
-    train(run, last=5)
-    end(run, 0)
-    leader, follower = pty.openpty()
-    done = subprocess.run(
-        [sys.executable, "-m", "cppmega", "runs", "demo", "--watch", "--runs", str(tmp_path)],
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY), "TERM": "xterm"},
-        stdout=follower,
-        check=False,
-    )
-    os.close(follower)
-    table = shown(leader).decode()
-    assert done.returncode == 0 and "CHECKPOINT" in table and "5/1000" in table
