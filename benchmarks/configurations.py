@@ -22,11 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.progress import Progress
 
 from benchmarks.harness import results
-from cppmega.host import durable
+from cppmega.host import console, durable
 from cppmega.overlay import verbs as overlay
 from cppmega.overlay.receipt import load
 from tests.configurations import law, settings
@@ -84,8 +82,10 @@ def run(
     missing = [c for c in chosen if tuple(asdict(c).values()) not in done]
     if not missing:
         return
-    with opened(stock, root) as (one, other), Progress(console=Console(stderr=True)) as shown:
-        for setting in shown.track(missing, description="configurations"):
+    progress = console.Progress("configurations", len(missing))
+    with opened(stock, root) as (one, other), progress:
+        for setting in missing:
+            progress(setting.name)
             records = records_of(setting, one, other)
             findings = law.judged(setting, records)
             result["rows"].append(row_of(setting, records, findings))
@@ -94,7 +94,7 @@ def run(
             durable.replace(file, _text(result).encode())
             for finding in findings:
                 if finding.kind in law.REGRESSIONS:
-                    shown.console.print(f"{setting.name}: {finding}", markup=False)
+                    console.say(f"{setting.name}: {finding}")
 
 
 def row_of(

@@ -217,13 +217,12 @@ def _missing(target: str, page: Page, old: Side, new: Side) -> TargetDrift:
     )
     if renamed:
         places = [(renamed, _pins(page, target).get(text_of(renamed), ""))]
-    fixed = bool(matches) and similar.is_fixed_there(page, survey, target, matches[0])
     if not places:
-        return TargetDrift(target, "gone", nearest=tuple(matches), fixed_there=fixed)
+        return TargetDrift(target, "gone", nearest=tuple(matches))
     first, known = places[0]
     changes = tuple(statements.changes(lines, new.lines(first)))
     moved = tuple(place for place, _ in places)
-    return TargetDrift(target, "moved", known, changes, places=moved, fixed_there=fixed)
+    return TargetDrift(target, "moved", known, changes, places=moved)
 
 
 def _changed(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import shlex
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+import msgspec
 
 from cppmega.authoring.drift_result import MEANING, Drift, PageDrift, Side, TargetDrift
 from cppmega.authoring.statements import StatementChange
@@ -26,6 +29,7 @@ _STYLES: dict[str, Style] = {
 _SIGNS = {"replaced": "!", "beside": "~", "elsewhere": " ", "unknown": " "}
 LEGEND = "! upstream changed what our edit replaces   ~ it changed something next to it"
 _WIDTH = 110
+"""Characters of a summary in a verdict on a terminal."""
 _UNSAFE = 6
 """Patches that need work which a verdict names."""
 _LINES_KNOWN, _LINES = 8, 48
@@ -63,7 +67,7 @@ def _page_json(page: PageDrift, drift: Drift) -> dict[str, Any]:
         "proof": page.proof,
         "proved": page.proved,
         "recipes": list(page.recipes),
-        "targets": [target.as_json() for target in page.targets],
+        "targets": msgspec.to_builtins(page.targets),
         "todo": sentence,
         "next": command,
     }
@@ -102,7 +106,7 @@ def advice(page: PageDrift, drift: Drift) -> tuple[str, str]:
     if page.recipes:
         return (
             f"port it: add an Edit for the text of NEW to {page.page.path} and pin it; until then, "
-            f"train {_listed(page.recipes)} with {drift.old.label}"
+            f"train {', '.join(page.recipes)} with {drift.old.label}"
             if page.old.state in NEEDED
             else f"port it: add an Edit for the text of NEW to {page.page.path} and pin it"
         ), f"cppmega explain {name}"
@@ -120,13 +124,12 @@ def _repair(page: PageDrift, pin: str) -> tuple[str, str]:
     moved = next((target for target in page.targets if target.word == "moved"), None)
     if moved is not None:
         place = moved.places[0]
-        if moved.fixed_there:
-            return f"{place} has the fix: declare it in fixed_upstream() of {file}", ""
         text = "the same text" if not moved.changes else "a different text"
-        return (
-            f"it is in {place} now, with {text}: add an Edit with that target to {file}, "
-            "then pin it"
-        ), pin
+        sentence = f"it is in {place} now, with {text}: add an Edit with that target to {file}, "
+        sentence += "then pin it"
+        if moved.changes:
+            sentence += "; if it has the fix, declare that in fixed_upstream()"
+        return sentence, pin
     gone = next((target for target in page.targets if target.word == "gone"), None)
     if gone is not None:
         like = f"inspect {gone.nearest[0].target}" if gone.nearest else "look for its replacement"
@@ -165,7 +168,8 @@ def verdict(drift: Drift) -> Iterator[str]:
     unsafe = [page for page in drift.pages if not page.safe]
     for page in unsafe[:_UNSAFE]:
         said = " ".join(summary(page, drift).split())
-        yield f"{_word(page)} {page.page.name}  {_cut(said) if terminal_width() else said}"
+        said = textwrap.shorten(said, _WIDTH, placeholder=" ...") if terminal_width() else said
+        yield f"{_word(page)} {page.page.name}  {said}"
     if len(unsafe) > _UNSAFE:
         yield f"... {len(unsafe) - _UNSAFE} more"
 
@@ -222,7 +226,7 @@ def summary(page: PageDrift, drift: Drift) -> str:
     if page.recipes:
         before = ", applied before" if page.old.state in NEEDED else ""
         return (
-            f"{page.new.state} now{before}: {_listed(page.recipes)} cannot be built; "
+            f"{page.new.state} now{before}: {', '.join(page.recipes)} cannot be built; "
             f"{page.new.detail}"
         )
     if page.word == "not-applicable" or not page.safe:
@@ -245,7 +249,7 @@ def target_lines(target: TargetDrift, page: PageDrift) -> Iterator[str]:
         return
     summaries: dict[str, str] = {
         "same": "the same text",
-        "moved": f"now {' or '.join(target.places)}" + ", with the fix" * target.fixed_there,
+        "moved": f"now {' or '.join(target.places)}",
         "gone": "gone" + _nearest(target),
         "added": "edited in NEW only",
         "left": "edited in OLD only",
@@ -267,7 +271,7 @@ def _nearest(target: TargetDrift) -> str:
     if not target.nearest:
         return "; nothing similar is left"
     like = [f"{match.target} ({match.likeness:.0%} alike)" for match in target.nearest]
-    return "; nearest: " + ", ".join(like) + ("; the first has the fix" * target.fixed_there)
+    return "; nearest: " + ", ".join(like)
 
 
 def _counted(changes: Sequence[StatementChange]) -> str:
@@ -314,43 +318,10 @@ def _limited(changes: Sequence[StatementChange], limit: int) -> Iterator[str]:
 
 
 def _change_lines(change: StatementChange) -> Iterator[str]:
-    yield f"        {styled(_cut(f'after: {change.after}' if change.after else 'first:'), 'note')}"
+    yield f"        {styled(f'after: {change.after}' if change.after else 'first:', 'note')}"
     sign = _SIGNS[change.meets]
-    old, new = in_sight(change.old, change.new)
-    yield from (styled(f"      {sign} - {_cut(text)}", "bad") for text in old)
-    yield from (styled(f"      {sign} + {_cut(text)}", "good") for text in new)
-
-
-def in_sight(old: Sequence[str], new: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Cut the common beginning off long statements, so that their difference is visible."""
-    before, after = list(old), list(new)
-    free = set(range(len(new)))
-    for at, text in enumerate(old):
-        alike = {j: _shared(text, new[j]) for j in free}
-        j = max(alike, key=lambda other: alike[other], default=-1)
-        indent = " " * (len(text) - len(text.lstrip()))
-        if j < 0 or alike[j] < len(indent) + 12:
-            continue
-        free.discard(j)
-        start = alike[j] - 30
-        if start > len(indent) and max(len(text), len(new[j])) > _WIDTH:
-            before[at] = f"{indent}... {text[start:]}"
-            after[j] = f"{indent}... {new[j][start:]}"
-    return before, after
-
-
-def _shared(first: str, second: str) -> int:
-    """Return the length of the common beginning of two texts."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _WIDTH else text[: _WIDTH - 4] + " ..."
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names)
+    yield from (styled(f"      {sign} - {text}", "bad") for text in change.old)
+    yield from (styled(f"      {sign} + {text}", "good") for text in change.new)
 
 
 def closing(drift: Drift) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
+
+import msgspec
 
 from cppmega.authoring import statements
 from cppmega.authoring.similar import Match
@@ -54,9 +56,8 @@ TargetWord = Literal["same", "changed", "moved", "gone", "added", "left", "ambig
 """`added`: the page edits it in NEW only; `left`: in OLD only."""
 
 
-@dataclass(frozen=True, slots=True)
-class TargetDrift:
-    """One symbol in the two trees."""
+class TargetDrift(msgspec.Struct, frozen=True, rename={"word": "change"}):
+    """One symbol in the two trees, as the JSON answer has it."""
 
     target: str
     word: TargetWord
@@ -69,22 +70,6 @@ class TargetDrift:
     """Why it does not."""
     places: tuple[str, ...] = ()
     nearest: tuple[Match, ...] = ()
-    fixed_there: bool = False
-    """Whether the page's `fixed_upstream` accepts the nearest match."""
-
-    def as_json(self) -> dict[str, Any]:
-        """One entry of `targets` in the JSON answer."""
-        return {
-            "target": self.target,
-            "change": self.word,
-            "known": self.known,
-            "changes": [change.as_json() for change in self.changes],
-            "fits": self.fits,
-            "misfit": self.misfit,
-            "places": list(self.places),
-            "nearest": [match.as_json() for match in self.nearest],
-            "fixed_there": self.fixed_there,
-        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,11 @@ import subprocess
 import tempfile
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from cppmega.authoring import proof_source
 from cppmega.authoring.proof_source import refused
@@ -41,8 +42,7 @@ _FORMATTERS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Exported:
+class Exported(msgspec.Struct, frozen=True, rename={"files": "changed"}):
     """A commit in the checkout."""
 
     name: str
@@ -51,17 +51,6 @@ class Exported:
     files: tuple[str, ...]
     test: str
     """The path of the test in the commit."""
-
-    def as_json(self) -> dict[str, Any]:
-        """The fields that `--json` prints in addition to the common ones."""
-        return {
-            "ok": True,
-            "changed": list(self.files),
-            "name": self.name,
-            "branch": self.branch,
-            "commit": self.commit,
-            "test": self.test,
-        }
 
 
 def export(page: Page, tree: Tree, branch: str = "") -> Exported:

@@ -104,7 +104,7 @@ def read(root: Path, rev: str) -> Commit:
     listed = git("diff-tree", "-r", "-z", "--no-renames", "--name-status", parent, commit)
     words = listed.decode(errors="replace").split("\0")
     for status, path in zip(words[::2], words[1::2], strict=False):
-        if status != "M" or not path.endswith(".py") or path.split("/")[0] not in _packages():
+        if status != "M" or not path.endswith(".py") or path.split("/")[0] not in PACKAGES.values():
             what = {"A": "adds the file", "D": "deletes the file"}.get(status, "changes the file")
             made.left.append(f"{path}: the commit {what}, and a page edits modules of Megatron")
             continue
@@ -118,10 +118,6 @@ def read(root: Path, rev: str) -> Commit:
             f"git -C {shlex.quote(str(root))} show --stat {commit[:12]}",
         )
     return made
-
-
-def _packages() -> set[str]:
-    return set(PACKAGES.values())
 
 
 class _Reader:
@@ -234,29 +230,15 @@ class _Reader:
         self._definitions(old, new, f"{symbol}.")
 
     def _function(self, change: Change, old: Any, new: Any, node: Any) -> None:
-        try:
-            if list(map(ast.dump, old.decorator_list)) != list(map(ast.dump, new.decorator_list)):
-                raise _UnexpressedError("its decorators change")
-            codes = list(_parameters(old.args, new.args))
-            for code in codes:
-                node = _run(code, node)
-            more, node = self._block(_body(old), _body(new), node, top=True)
-            change.edits = codes + more
-            if of_source(codegen.text(node)) != of_source(self._text([new])):
-                raise _UnexpressedError
-        except _UnexpressedError as error:
-            plain = copy.copy(new)
-            plain.decorator_list = []
-            start = new.lineno - 1
-            text = textwrap.dedent("".join(self.new.lines[start : new.end_lineno]))
-            name = f"_{change.target.partition(':')[2].replace('.', '_').lower()}"
-            renamed = text.replace(f"def {new.name}", f"def {name}", 1)
-            page = _page_function(plain, renamed)
-            same = _code(parse_silently(text).body) == _code([plain])  # a margin is in strings, too
-            if str(error) or page is None or not same or name in self.made.definitions:
-                raise
-            self.made.definitions[name] = page
-            change.edits = [f"definition_of({name})"]
+        if list(map(ast.dump, old.decorator_list)) != list(map(ast.dump, new.decorator_list)):
+            raise _UnexpressedError("its decorators change")
+        codes = list(_parameters(old.args, new.args))
+        for code in codes:
+            node = _run(code, node)
+        more, node = self._block(_body(old), _body(new), node, top=True)
+        change.edits = codes + more
+        if of_source(codegen.text(node)) != of_source(self._text([new])):
+            raise _UnexpressedError
 
     def _block(
         self, old: Sequence[Any], new: Sequence[Any], node: Any, *, top: bool = False

@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from tempfile import NamedTemporaryFile
-from typing import Any
+
+import msgspec
 
 from cppmega.authoring import pin_source
 from cppmega.authoring.laws import LAWS, broken, check, law, session_of
 from cppmega.errors import CppmegaError
+from cppmega.host import durable
 from cppmega.overlay import plan as planning
 from cppmega.overlay import receipt
 from cppmega.overlay.plan import Plan
@@ -34,8 +35,7 @@ class Choice:
     """Target -> index of the edit."""
 
 
-@dataclass
-class Pinned:
+class Pinned(msgspec.Struct, rename={"path": "page"}):
     """The pins that were added to a page."""
 
     name: str
@@ -45,21 +45,7 @@ class Pinned:
     """Target -> fingerprint; empty if the version was already pinned."""
     like: str = ""
     proof: str = "passed"
-    notes: list[str] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        """The fields that `--json` prints in addition to the common ones."""
-        return {
-            "ok": True,
-            "changed": [self.path] if self.added else [],
-            "name": self.name,
-            "version": self.version,
-            "page": self.path,
-            "added": self.added,
-            "like": self.like,
-            "proof": self.proof,
-            "notes": self.notes,
-        }
+    notes: list[str] = []
 
 
 @dataclass
@@ -172,7 +158,7 @@ def _choices(page: Page, plan: Plan, texts: Mapping[str, str], like: str) -> lis
             "There is no edit to use. Nothing was written.",
             f"cppmega explain {page.name}",
         )
-    found: dict[tuple[tuple[str, int], ...], list[str]] = {}
+    likes: dict[tuple[tuple[str, int], ...], list[str]] = {}
     problems: list[str] = []
     for version in sorted(versions, key=_age):
         row = {e.target: i for i, e in enumerate(page.patch.edits) if version in e.pins}
@@ -180,8 +166,8 @@ def _choices(page: Page, plan: Plan, texts: Mapping[str, str], like: str) -> lis
         problems += lacking
         if not lacking and like in ("", version):
             row = {t: known.get((t, texts[t]), index) for t, index in row.items()}
-            found.setdefault(tuple(sorted(row.items())), []).append(version)
-    choices = [Choice(tuple(like_), dict(row)) for row, like_ in found.items()]
+            likes.setdefault(tuple(sorted(row.items())), []).append(version)
+    choices = [Choice(tuple(like_), dict(row)) for row, like_ in likes.items()]
     if plan.verdicts[page.name].state in NEEDED:
         # The text is known already, and the engine would apply the largest set of known edits.
         all_known = [c for c in choices if all((t, texts[t]) in known for t in c.edits)]
@@ -313,10 +299,10 @@ def _warnings_of_changes(
         return []
     with suppress(CppmegaError):  # without that wheel there is nothing to compare
         old = Tree(wheels.unpacked(like, say, distribution))
-        found = drift.compare((like, old), (version, tree), {page.name: page}).pages[0]
+        drifted = drift.compare((like, old), (version, tree), {page.name: page}).pages[0]
         lost = [
             target.target
-            for target in found.targets
+            for target in drifted.targets
             if any(change.meets == "replaced" for change in target.changes)
         ]
         if lost:
@@ -329,12 +315,10 @@ def _warnings_of_changes(
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Replace the page atomically."""
+    mode = path.stat().st_mode
     try:
-        with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as new:
-            new.write(data)
-        Path(new.name).chmod(path.stat().st_mode)
-        Path(new.name).replace(path)
+        durable.replace(path, data)
+        path.chmod(mode)
     except OSError as error:
         raise CppmegaError(
             "folder-not-writable",

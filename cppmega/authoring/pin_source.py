@@ -63,8 +63,8 @@ def with_pins(page: Page, wanted: Mapping[int, str], version: str) -> bytes:
     missing = [index for index, place in places.items() if place is None]
     if missing:
         raise _not_found(page, {index: wanted[index] for index in missing}, version)
-    found = [(place, wanted[index]) for index, place in places.items() if place is not None]
-    for place, pin in sorted(found, key=lambda entry: -_span(data, entry[0])[0]):
+    extended = [(place, wanted[index]) for index, place in places.items() if place is not None]
+    for place, pin in sorted(extended, key=lambda entry: -_span(data, entry[0])[0]):
         data = _extended(data, place, f'"{version}": "{pin}"')
     return data
 

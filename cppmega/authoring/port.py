@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from cppmega.authoring import drift_report
 from cppmega.authoring.drift_result import Drift, PageDrift
 from cppmega.authoring.pin import Pinned
@@ -29,9 +31,9 @@ class Ported:
     problem: CppmegaError | None = None
     """Why it could not be pinned; None if that was not tried."""
 
-    def as_json(self, found: Drift) -> dict[str, Any]:
+    def as_json(self, comparison: Drift) -> dict[str, Any]:
         """One entry of `patches` in the JSON answer."""
-        todo, command = ("", "") if self.pinned else drift_report.advice(self.drift, found)
+        todo, command = ("", "") if self.pinned else drift_report.advice(self.drift, comparison)
         if self.problem is not None:
             todo, command = self.problem.what, self.problem.next
         return {
@@ -39,7 +41,7 @@ class Ported:
             "change": self.drift.word,
             "pinned": self.pinned.added if self.pinned else {},
             "seconds": round(self.seconds, 1),
-            "targets": [target.as_json() for target in self.drift.targets],
+            "targets": msgspec.to_builtins(self.drift.targets),
             "todo": todo,
             "next": command,
         }
@@ -85,16 +87,16 @@ def port(pages: Iterable[PageDrift], pin: Callable[[Page], Pinned]) -> Iterator[
         yield Ported(page, time.monotonic() - begun, pinned, problem)
 
 
-def lines(one: Ported, found: Drift) -> Iterator[str]:
+def lines(one: Ported, comparison: Drift) -> Iterator[str]:
     """Yield the lines of the report about one page."""
     name = one.drift.page.name
     if one.pinned is not None:
         yield f"{'pinned':<15} {name}  laws and proof hold, {one.seconds:.0f} s"
     else:
-        yield f"{one.drift.word:<15} {name}  {drift_report.summary(one.drift, found)}"
+        yield f"{one.drift.word:<15} {name}  {drift_report.summary(one.drift, comparison)}"
     for target in one.drift.targets:
         yield from drift_report.target_lines(target, one.drift)
-    row = one.as_json(found)
+    row = one.as_json(comparison)
     if row["todo"]:
         yield f"    to do: {row['todo']}"
     if row["next"]:

@@ -146,8 +146,8 @@ def _fingerprint(tree: Tree, target: str) -> str:
 def _mark(tree: Tree, target: str) -> str | None:
     """The mark of an edit: none for a statement, which runs when its file is imported."""
     path, _, symbol = target.partition(":")
-    found = find(Survey(tree).parse(tree.read(path) or b"", path)[1], symbol)
-    return None if isinstance(found[0], Definition) else ""
+    nodes = find(Survey(tree).parse(tree.read(path) or b"", path)[1], symbol)
+    return None if isinstance(nodes[0], Definition) else ""
 
 
 def _earlier(targets: Sequence[str], pages: Mapping[str, Page]) -> list[str]:

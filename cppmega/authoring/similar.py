@@ -6,14 +6,13 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from difflib import SequenceMatcher
-from typing import Any
+
+import msgspec
 
 from cppmega.authoring import statements
 from cppmega.errors import CppmegaError, closest
-from cppmega.overlay.survey import Survey, ask
-from cppmega.page import Page
+from cppmega.overlay.survey import Survey
 from cppmega.rewriting.source import Definition, decode, definitions, parse, statement_symbols
 from cppmega.tree.installed import Tree
 
@@ -30,47 +29,11 @@ _RENAMED = 0.85
 """Likeness with which a definition that OLD lacks is the one that is gone."""
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(msgspec.Struct, frozen=True):
     """A definition of the tree, and how much of the text it shares with the one that is gone."""
 
     target: str
     likeness: float
-
-    def as_json(self) -> dict[str, Any]:
-        """One entry of `nearest` in the JSON answer."""
-        return {"target": self.target, "likeness": round(self.likeness, 2)}
-
-
-@dataclass(frozen=True, slots=True)
-class Renamed:
-    """A tree in which a definition appears under its old name, as `fixed_upstream` expects it."""
-
-    survey: Survey
-    old: str
-    new: str
-
-    def text(self, target: str) -> str:
-        """Return the code of a symbol; the old name refers to the new definition."""
-        if target == self.old or target.startswith(f"{self.old}."):
-            target = self.new + target.removeprefix(self.old)
-        return self.survey.text(target)
-
-    def file(self, path: str) -> str:
-        """Return the text of a file, followed by that of the file to which the definition moved."""
-        text, there = self.survey.file(path), self.new.partition(":")[0]
-        moved = path == self.old.partition(":")[0] and there != path
-        return text + self.survey.file(there) if moved else text
-
-
-def is_fixed_there(page: Page, survey: Survey, target: str, match: Match) -> bool:
-    """Whether the page would consider upstream fixed if the match were its target."""
-    if page.fixed_upstream is None:
-        return False
-    try:
-        return ask(page, Renamed(survey, target, match.target))
-    except CppmegaError:  # `fixed_upstream` was not written for such a tree
-        return False
 
 
 def is_new_name(target: str, match: Match, old: Survey) -> bool:
@@ -128,8 +91,8 @@ def similar_names(tree: Tree, target: str) -> list[str]:
     with suppress(CppmegaError):
         names += sorted(statement_symbols(parse(decode(tree.read(path) or b"", path), path)))
     last = symbol.rpartition(".")[2]
-    found = [name for name in names if name.rpartition(".")[2] == last]
-    return [f"{path}:{name}" for name in found[:3] or closest(symbol, names, 3)]
+    namesakes = [name for name in names if name.rpartition(".")[2] == last]
+    return [f"{path}:{name}" for name in namesakes[:3] or closest(symbol, names, 3)]
 
 
 def _likely_files(tree: Tree, path: str, words: set[str]) -> list[str]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any, Literal
 
+import msgspec
+
 from cppmega.rewriting.source import Definition, parse_silently
 
 Meets = Literal["replaced", "beside", "elsewhere", "unknown"]
@@ -21,8 +23,7 @@ next to them, elsewhere in the target, or unknown."""
 _ORDER: tuple[Meets, ...] = ("unknown", "elsewhere", "beside", "replaced")
 
 
-@dataclass(frozen=True, slots=True)
-class StatementChange:
+class StatementChange(msgspec.Struct, frozen=True):
     """A run of statements that differ."""
 
     old: tuple[str, ...]
@@ -30,15 +31,6 @@ class StatementChange:
     after: str
     """The statement before it, for orientation; "" at the top."""
     meets: Meets = "unknown"
-
-    def as_json(self) -> dict[str, Any]:
-        """One entry of `changes` in the JSON answer."""
-        return {
-            "old": list(self.old),
-            "new": list(self.new),
-            "after": self.after,
-            "meets": self.meets,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +140,7 @@ def changes(
         on_new: what it does to the new statements, if it still applies. Both are used, because an
             edit that replaces the complete body undoes changes that it does not mention.
     """
-    found = []
+    listed = []
     for _, i, k, j, m in _opcodes(old, new):
         meets: Meets = "unknown"
         if on_old is not None:
@@ -156,8 +148,8 @@ def changes(
         if on_new is not None:
             meets = max(meets, _meets(on_new, j, m, old[i:k]), key=_ORDER.index)
         after = old[i - 1].strip() if i else ""
-        found.append(StatementChange(tuple(old[i:k]), tuple(new[j:m]), after, meets))
-    return found
+        listed.append(StatementChange(tuple(old[i:k]), tuple(new[j:m]), after, meets))
+    return listed
 
 
 def _meets(edit: Touched, start: int, end: int, other: Sequence[str]) -> Meets:

@@ -68,14 +68,14 @@ def ledger(pages: Mapping[str, Page]) -> list[Row]:
 def row_of(page: Page) -> Row:
     """Read the header of one page."""
     text = page.labels["Upstream"]
-    found = tuple(references(text))
+    named = tuple(references(text))
     edits = [edit for edit in page.patch.edits if edit.edit is not left_alone]
     return Row(
         name=page.name,
-        state=max((one.state for one in found), key=STATES.index, default="not-sent"),
+        state=max((one.state for one in named), key=STATES.index, default="not-sent"),
         distribution=page.patch.distributions[0],
         needed_in=tuple(in_order(version for edit in edits for version in edit.pins)),
-        references=found,
+        references=named,
         upstream=text,
         remove=page.labels["Remove"],
     )

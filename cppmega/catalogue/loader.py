@@ -67,13 +67,13 @@ def _installed(_path: tuple[str, ...]) -> dict[str, Path]:
     """The folders of installed catalogues; to ask every distribution on the path takes a while."""
     from importlib.metadata import entry_points
 
-    found = {}
+    catalogues = {}
     for point in entry_points(group=ENTRY_POINTS):
         spec = importlib.util.find_spec(point.value.partition(".")[0])
         homes = spec.submodule_search_locations if spec is not None else None
         if homes:
-            found[point.name] = Path(homes[0], *point.value.split(".")[1:]).resolve()
-    return found
+            catalogues[point.name] = Path(homes[0], *point.value.split(".")[1:]).resolve()
+    return catalogues
 
 
 def load(
@@ -110,10 +110,10 @@ def load(
                 "restore the folder, or pass one that exists as --patches, or leave this one out: "
                 f"python -m cppmega.apply_patches --forget {shlex.quote(str(folder))}",
             )
-        found = page_files(folder)
-        if not found and label != BUILTIN:
+        files = page_files(folder)
+        if not files and label != BUILTIN:
             raise _empty(folder)
-        for name, path in found:
+        for name, path in files:
             if name in pages:
                 raise CppmegaError(
                     "duplicate-page",
@@ -185,13 +185,13 @@ def subjects(folder: Path) -> dict[str, str]:
 def _titles(folder: Path, data: bytes) -> dict[str, str]:
     """Read the file of the subjects; several functions ask about every page."""
     try:
-        found = msgspec.toml.decode(data, type=dict[str, str])
+        titles = msgspec.toml.decode(data, type=dict[str, str])
     except msgspec.DecodeError as error:
         raise _bad_subjects(folder / SUBJECTS, str(error)) from None
-    missing = [name for name in found if not (folder / name).is_dir()]
+    missing = [name for name in titles if not (folder / name).is_dir()]
     if missing:
         raise _bad_subjects(folder / SUBJECTS, f"there is no folder {missing[0]}")
-    return found
+    return titles
 
 
 def _bad_subjects(file: Path, what: str) -> CppmegaError:
@@ -228,21 +228,21 @@ def by_subject(
     for folder in (builtin_folder(), *extra):
         titles = {**subjects(folder), **titles}
     for name, title in {**titles, "": "Without a subject"}.items():
-        if found := [page for _, page in sorted(pages.items()) if page.subject == name]:
-            yield title, found
+        if members := [page for _, page in sorted(pages.items()) if page.subject == name]:
+            yield title, members
 
 
 def page_files(folder: Path) -> list[tuple[str, Path]]:
     """List the (name, file) of every page of a catalogue, sorted."""
-    found = []
+    files = []
     for entry in (entry for home in folders(folder) for entry in home.iterdir()):
         if entry.stem.startswith("_"):  # shared by several pages
             continue
         if entry.is_dir() and (entry / "__init__.py").is_file():
-            found.append((entry.name, entry / "__init__.py"))
+            files.append((entry.name, entry / "__init__.py"))
         elif entry.suffix == ".py":
-            found.append((entry.stem, entry))
-    return sorted(found)
+            files.append((entry.stem, entry))
+    return sorted(files)
 
 
 def get(pages: dict[str, Page], name: str) -> Page:
@@ -327,16 +327,16 @@ def package_of(folder: Path) -> str:
 
 def labels(doc: str) -> dict[str, str]:
     """The labelled paragraphs of a page's docstring, each joined to one line."""
-    found: dict[str, list[str]] = {}
+    paragraphs: dict[str, list[str]] = {}
     current: list[str] | None = None
     for line in doc.splitlines():
         head, colon, rest = line.partition(":")
         if colon and head in LABELS:
-            current = found.setdefault(head, [])
+            current = paragraphs.setdefault(head, [])
             current.append(rest.strip())
         elif current is not None and line.strip():
             current.append(line.strip())
-    return {label: " ".join(lines).strip() for label, lines in found.items()}
+    return {label: " ".join(lines).strip() for label, lines in paragraphs.items()}
 
 
 def header_problems(name: str, path: Path, module: Any) -> list[str]:

@@ -102,15 +102,15 @@ def _reads_text(codes: Iterable[Code]) -> bool:
 @functools.cache
 def _closure(names: tuple[str, ...]) -> dict[str, _Module]:
     """These modules and everything that they import, by name in alphabetical order."""
-    found: dict[str, _Module] = {}
+    modules: dict[str, _Module] = {}
     pending = list(names)
     while pending:
         name = pending.pop()
-        module = _module(name) if name not in found and not name.startswith(_RULES) else None
+        module = _module(name) if name not in modules and not name.startswith(_RULES) else None
         if module is not None:
-            found[name] = module
+            modules[name] = module
             pending += module.imports
-    return dict(sorted(found.items()))
+    return dict(sorted(modules.items()))
 
 
 @functools.cache
@@ -174,9 +174,9 @@ def _relative(file: Path, code: Code) -> Iterator[Path]:
         folder = file.parents[len(name) - len(name.lstrip(".")) - 1]
         for count in range(1, len(parts) + 1):
             below = folder.joinpath(*parts[:count])
-            for found in (below / "__init__.py", below.with_name(f"{below.name}.py")):
-                if found.is_file():
-                    yield found
+            for module in (below / "__init__.py", below.with_name(f"{below.name}.py")):
+                if module.is_file():
+                    yield module
 
 
 def _files_read_by(file: Path, code: Code) -> Iterator[Path]:

@@ -40,22 +40,22 @@ def asked(context: Context) -> Advice:
     return advise(context)
 
 
-def print_advice(context: Context, found: Advice, verbose: bool) -> None:
+def print_advice(context: Context, advice: Advice, verbose: bool) -> None:
     """Print a row for each page that serves, and for each possibility; then the next command."""
-    show(table(_rows(context, found, verbose)))
-    if found.pending:
+    show(table(_rows(context, advice, verbose)))
+    if advice.pending:
         console.say(f"next: {APPLY}, then cppmega preflight with the same words")
 
 
-def _rows(context: Context, found: Advice, verbose: bool) -> Iterator[Row]:
+def _rows(context: Context, advice: Advice, verbose: bool) -> Iterator[Row]:
     pages = context.session.pages
-    for name in found.serves:
+    for name in advice.serves:
         yield Row(("serves", name, f"{pages[name].patch.purpose}: {_title(context, name)}"), "good")
-    for each in found.possible:
-        yield Row(("possible", _sentence(context, found, each)), "waiting")
-    for state, names in (("perhaps", found.conditional), ("irrelevant", tuple(found.irrelevant))):
+    for each in advice.possible:
+        yield Row(("possible", _sentence(context, advice, each)), "waiting")
+    for state, names in (("perhaps", advice.conditional), ("irrelevant", tuple(advice.irrelevant))):
         if verbose:
-            yield from (Row((state, name, found.irrelevant.get(name, _MAYBE))) for name in names)
+            yield from (Row((state, name, advice.irrelevant.get(name, _MAYBE))) for name in names)
         elif names:
             why = f": {_MAYBE}" if state == "perhaps" else ""
             yield Row((state, f"{counted(len(names), 'page')}{why} (-v lists them)"))
@@ -64,14 +64,14 @@ def _rows(context: Context, found: Advice, verbose: bool) -> Iterator[Row]:
 _MAYBE = "no argument tells whether a run reaches it"
 
 
-def _sentence(context: Context, found: Advice, one: Possibility) -> str:
+def _sentence(context: Context, advice: Advice, one: Possibility) -> str:
     what = ", ".join(one.pages)
     if len(one.pages) == 1:
         what += f" ({_title(context, one.pages[0])})"
     saved = one.saves or 0.0
     if abs(saved) >= _SHOWN:
         effect = "saves" if saved > 0 else "costs"
-        what += f"; {effect} {abs(saved):.1f} GiB of an estimated {found.gib:.1f} per GPU"
+        what += f"; {effect} {abs(saved):.1f} GiB of an estimated {advice.gib:.1f} per GPU"
     return f"{one.how}: {what}" + "; it is another model" * one.other_model
 
 
@@ -83,13 +83,13 @@ def _title(context: Context, name: str) -> str:
     return context.session.pages[name].title
 
 
-def as_json(context: Context, found: Advice) -> dict[str, Any]:
+def as_json(context: Context, advice: Advice) -> dict[str, Any]:
     """The object that `--json` prints."""
     tree, pages = context.session.read_tree(), context.session.pages
     return {
         "megatron": {"version": tree.version, "root": str(tree.root)},
         "ok": True,
-        "estimated_gib": found.gib,
+        "estimated_gib": advice.gib,
         "serves": [
             {
                 "name": name,
@@ -97,7 +97,7 @@ def as_json(context: Context, found: Advice) -> dict[str, Any]:
                 "state": context.plan.verdicts[name].state,
                 "title": _title(context, name),
             }
-            for name in found.serves
+            for name in advice.serves
         ],
         "possible": [
             {
@@ -106,8 +106,8 @@ def as_json(context: Context, found: Advice) -> dict[str, Any]:
                 "saves_gib": one.saves,
                 "other_model": one.other_model,
             }
-            for one in found.possible
+            for one in advice.possible
         ],
-        "perhaps": list(found.conditional),
-        "irrelevant": dict(found.irrelevant),
+        "perhaps": list(advice.conditional),
+        "irrelevant": dict(advice.irrelevant),
     }

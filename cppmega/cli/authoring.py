@@ -14,6 +14,9 @@ from cppmega.cli import completion
 from cppmega.cli.group import FINE, NOT_AS_IT_MUST_BE, carrying, cli, json_option, patches_option
 from cppmega.cli.reports.option import Reports, report_option
 from cppmega.errors import CppmegaError
+from cppmega.host import console
+from cppmega.host.table import show
+from cppmega.page import Page
 
 
 @cli.command()
@@ -73,8 +76,6 @@ def drift(
     from cppmega.authoring import drift_report
     from cppmega.catalogue import loader as catalogue
     from cppmega.cli.reports import answers
-    from cppmega.host import console
-    from cppmega.host.table import show
     from cppmega.overlay.wanted import wanted_patches
     from cppmega.recipe import index
     from cppmega.tree import resolve
@@ -89,26 +90,28 @@ def drift(
             (name, resolve.tree_of(name, Path(scratch) / place, console.say))
             for name, place in ((old, "old"), (new, "new"))
         ]
-        found = drifting.compare(sides[0], sides[1], pages, wanted)
+        comparison = drifting.compare(sides[0], sides[1], pages, wanted)
         if prove:
             from cppmega.proof import verify
 
-            found = drifting.proved(found, verify.upstreamed(found.new.plan, console.say))
+            comparison = drifting.proved(
+                comparison, verify.upstreamed(comparison.new.plan, console.say)
+            )
         if as_json:
-            answer = drift_report.as_json(found)
+            answer = drift_report.as_json(comparison)
             for row in answer["patches"]:
                 row["next"] = carrying(row["next"], patches)
             console.print_json(answer)
         else:
-            lines = (drift_report.lines if verbose else drift_report.verdict)(found)
+            lines = (drift_report.lines if verbose else drift_report.verdict)(comparison)
             show(carrying(line, patches) for line in lines)
             if not verbose:
                 console.say("with -v: what changed, and what to do about each patch")
-            elif any(target.changes for page in found.pages for target in page.targets):
+            elif any(target.changes for page in comparison.pages for target in page.targets):
                 console.say(drift_report.LEGEND)
-            console.say(drift_report.closing(found))
-        reports.write(lambda: answers.of_drift(found, patches))
-    sys.exit(FINE if found.safe else NOT_AS_IT_MUST_BE)
+            console.say(drift_report.closing(comparison))
+        reports.write(lambda: answers.of_drift(comparison, patches))
+    sys.exit(FINE if comparison.safe else NOT_AS_IT_MUST_BE)
 
 
 @cli.command()
@@ -151,9 +154,10 @@ def pin(
     """
     import tempfile
 
+    import msgspec
+
     from cppmega.authoring import pin as pinning
     from cppmega.catalogue import loader as catalogue
-    from cppmega.host import console
     from cppmega.tree import resolve
 
     page = catalogue.get(catalogue.load(patches, [name]), name)
@@ -167,7 +171,8 @@ def pin(
             page, version, tree, scratch, console.say, like=like, unverified=unverified
         )
     if as_json:
-        console.print_json({**console.ENVELOPE, **done.as_json()})
+        changed = {"ok": True, "changed": [done.path] if done.added else []}
+        console.print_json({**console.ENVELOPE, **changed, **msgspec.to_builtins(done)})
         return
     word = console.styled("pinned" if done.added else "already pinned", "good")
     click.echo(f"{word} {name} for {version} in {done.path}")
@@ -203,9 +208,6 @@ def port(old: str, new: str, label: str, patches: Sequence[Path], as_json: bool)
     from cppmega.authoring import pin as pinning
     from cppmega.authoring import port as porting
     from cppmega.catalogue import loader as catalogue
-    from cppmega.host import console
-    from cppmega.host.table import show
-    from cppmega.page import Page
     from cppmega.tree import resolve
 
     pages = catalogue.load(patches)
@@ -214,28 +216,28 @@ def port(old: str, new: str, label: str, patches: Sequence[Path], as_json: bool)
             (name, resolve.tree_of(name, Path(folder) / place, console.say))
             for name, place in ((old, "old"), (new, "new"))
         ]
-        found = drifting.compare(sides[0], sides[1], pages)
+        comparison = drifting.compare(sides[0], sides[1], pages)
 
-        carried = [one.page.name for one in found.pages if porting.carries_over(one)]
+        carried = [one.page.name for one in comparison.pages if porting.carries_over(one)]
 
         def pin_page(page: Page) -> pinning.Pinned:
             console.numbered(carried.index(page.name) + 1, len(carried))(page.name)
             scratch = Path(folder) / page.name
             scratch.mkdir()
-            version = label or resolve.label_of(found.new.tree, page.patch.distributions[0])
-            tree = found.new.tree
+            version = label or resolve.label_of(comparison.new.tree, page.patch.distributions[0])
+            tree = comparison.new.tree
             if "megatron-core" not in page.patch.distributions:
                 tree = resolve.with_megatron(tree, scratch / "joined")
             return pinning.pin(page, version, tree, scratch, console.say)
 
         rows = []
-        for one in porting.port(found.pages, pin_page):
+        for one in porting.port(comparison.pages, pin_page):
             rows.append(one)
             if not as_json:
-                show(carrying(line, patches) for line in porting.lines(one, found))
+                show(carrying(line, patches) for line in porting.lines(one, comparison))
     left = [one.drift.page.name for one in rows if one.pinned is None]
     if as_json:
-        listed = [one.as_json(found) for one in rows]
+        listed = [one.as_json(comparison) for one in rows]
         for row in listed:
             row["next"] = carrying(row["next"], patches)
         answer = {"ok": not left, "patches": listed}
@@ -264,15 +266,16 @@ def export(name: str, checkout: Path, branch: str, patches: Sequence[Path], as_j
     the patch's proof. Nothing of cppmega is imported or named in it: a patch whose edit or proof
     calls cppmega is refused. Nothing is pushed.
     """
+    import msgspec
+
     from cppmega.authoring import export as exporting
     from cppmega.catalogue import loader as catalogue
-    from cppmega.host import console
     from cppmega.tree.installed import Tree
 
     page = catalogue.get(catalogue.load(patches, [name]), name)
     done = exporting.export(page, Tree(checkout.absolute()), branch)
     if as_json:
-        console.print_json({**console.ENVELOPE, **done.as_json()})
+        console.print_json({**console.ENVELOPE, "ok": True, **msgspec.to_builtins(done)})
         return
     click.echo(f"exported  {done.branch}  {done.commit[:10]}  {', '.join(done.files)}")
     console.say(f"read it: git -C {checkout} show {done.branch}")
@@ -333,7 +336,6 @@ def new(
     """
     from cppmega.authoring import from_commit, scaffold
     from cppmega.catalogue import loader as catalogue
-    from cppmega.host import console
     from cppmega.tree.installed import Tree, find_root
 
     if is_catalogue:
@@ -383,8 +385,6 @@ def _new_catalogue(name: str, parent: Path, as_json: bool) -> None:
 def _say_written(
     what: Path, files: Sequence[Path], steps: Sequence[str], more: dict[str, Any], as_json: bool
 ) -> None:
-    from cppmega.host import console
-
     if as_json:
         written = {"ok": True, "changed": [str(file) for file in files], **more, "steps": steps}
         console.print_json({**console.ENVELOPE, **written})

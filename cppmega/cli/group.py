@@ -13,7 +13,7 @@ import click
 
 from cppmega import __version__
 from cppmega.errors import CppmegaError
-from cppmega.host import command_words, next_command
+from cppmega.host import command_words, console, next_command
 
 if TYPE_CHECKING:
     from cppmega.overlay.verbs import Outcome, Session
@@ -54,7 +54,7 @@ class _Commands(click.Group):
         name, command, rest = super().resolve_command(ctx, args)
         if command is None or ctx.resilient_parsing or command.name == "completion":
             return name, command, rest
-        from cppmega.host import configuration, console
+        from cppmega.host import configuration
 
         here = configuration.read()
         options = {option for parameter in command.params for option in parameter.opts}
@@ -175,7 +175,6 @@ def session_of(
     root: Path | None, patches: Sequence[Path], forgotten: Sequence[Path] = ()
 ) -> Session:
     """Open the tree that the options choose."""
-    from cppmega.host import console
     from cppmega.overlay.verbs import Session
 
     return Session(root, patches or None, console.say, forgotten)
@@ -184,7 +183,6 @@ def session_of(
 def answer(session: Session, outcome: Outcome, as_json: bool, ok: bool, closing: str) -> NoReturn:
     """Print the outcome of a command on a tree, and exit with its status."""
     from cppmega.cli import verdicts as cli_verdicts
-    from cppmega.host import console
 
     catalogues = session.catalogues or ()
     for name, verdict in outcome.plan.verdicts.items():

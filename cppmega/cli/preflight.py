@@ -22,6 +22,8 @@ from cppmega.cli.group import (
     tree_options,
 )
 from cppmega.cli.reports.option import Reports, report_option
+from cppmega.host import console
+from cppmega.host.table import Row, show, table
 
 if TYPE_CHECKING:
     from cppmega.preflight.context import Context
@@ -78,22 +80,21 @@ def preflight(
     The exit status is 0 only if every check holds.
     """
     from cppmega.cli import findings as cli_findings
-    from cppmega.host import console
 
     context = _context(
         *(root, patches, recipe, changes, accept, unknown_arguments, arguments_from, arguments),
         nodes=nodes,
         deep=deep,
     )
-    found = _examined("preflight", context, patches)
+    examined = _examined("preflight", context, patches)
     with console.answering():
         if as_json:
-            console.print_json({**console.ENVELOPE, **found.as_json()})
+            console.print_json({**console.ENVELOPE, **examined.as_json()})
         else:
-            cli_findings.print_findings(found.findings, verbose)
-    if found.ok and not as_json and context.recipe is None and context.arguments:
+            cli_findings.print_findings(examined.findings, verbose)
+    if examined.ok and not as_json and context.recipe is None and context.arguments:
         console.say("cppmega advise with the same words says which pages serve this line")
-    _finish("preflight", found, reports)
+    _finish("preflight", examined, reports)
 
 
 def _context(
@@ -182,18 +183,17 @@ def advise(
     reasons and the measurements.
     """
     from cppmega.cli import advice as cli_advice
-    from cppmega.host import console
 
     context = _context(
         *(root, patches, recipe, changes, (), unknown_arguments, arguments_from, arguments),
         only_parses=True,
     )
-    found = cli_advice.asked(context)
+    advice = cli_advice.asked(context)
     with console.answering():
         if as_json:
-            console.print_json({**console.ENVELOPE, **cli_advice.as_json(context, found)})
+            console.print_json({**console.ENVELOPE, **cli_advice.as_json(context, advice)})
         else:
-            cli_advice.print_advice(context, found, verbose)
+            cli_advice.print_advice(context, advice, verbose)
 
 
 @cli.command()
@@ -223,8 +223,6 @@ def doctor(
     import msgspec
 
     from cppmega.cli import findings as cli_findings
-    from cppmega.host import console
-    from cppmega.host.table import Row, show, table
     from cppmega.preflight import machine
     from cppmega.preflight.context import Context
     from cppmega.runs import folder as run_folder
@@ -238,20 +236,19 @@ def doctor(
         here = msgspec.structs.replace(here, packages=packages)
     if not as_json:
         show(table(map(Row, machine.described(here)), widths=(cli_findings.STATE_WIDTH,)))
-    found = _examined("doctor", context, patches)
+    examined = _examined("doctor", context, patches)
     with console.answering():
         if as_json:
             facts = {"machine": msgspec.to_builtins(here)}
-            console.print_json({**console.ENVELOPE, **found.as_json(), **facts})
+            console.print_json({**console.ENVELOPE, **examined.as_json(), **facts})
         else:
             other = ("needs a recipe or a GPU", "need a recipe or a GPU")
-            cli_findings.print_findings(found.findings, verbose, other)
-    _finish("doctor", found, reports)
+            cli_findings.print_findings(examined.findings, verbose, other)
+    _finish("doctor", examined, reports)
 
 
 def _examined(command: str, context: Context, patches: Sequence[Path]) -> Preflight:
     """Run every check; the next commands in the findings name the user's catalogues."""
-    from cppmega.host import console
     from cppmega.preflight import examine as checks
     from cppmega.preflight.checks import ORDER
 

@@ -14,7 +14,9 @@ import click
 from cppmega.cli import completion
 from cppmega.cli.group import FINE, NOT_AS_IT_MUST_BE, cli, session_of, tree_options
 from cppmega.cli.reports.option import Reports, report_option
+from cppmega.host import console
 from cppmega.host.console import Style
+from cppmega.host.table import Row, show, table
 
 if TYPE_CHECKING:
     from cppmega.proof.verify import Proved
@@ -54,8 +56,7 @@ def verify(
     exit status is also 1 if a patch is in a failure state, which `cppmega status` shows.
     """
     from cppmega.cli.reports import answers
-    from cppmega.host import console, interpreter
-    from cppmega.host.table import Row, show, table
+    from cppmega.host import interpreter
     from cppmega.proof import verify as proofs
 
     gc.disable()  # the syntax trees of every file hold no cycles

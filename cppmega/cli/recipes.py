@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from cppmega.cli.group import cli, json_option
+from cppmega.host.table import put
 
 
 @cli.command()
@@ -15,7 +16,6 @@ def recipes(as_json: bool) -> None:
     GPUs, parameters, memory per GPU, precision, the patches that each needs, and what was measured.
     """
     from cppmega.cli import recipes_list
-    from cppmega.host.table import put
 
     text = recipes_list.list_recipes(as_json)
     (click.echo if as_json else put)(text)

@@ -20,6 +20,9 @@ from cppmega.cli.group import (
     cli,
     json_option,
 )
+from cppmega.host import console
+from cppmega.host.table import show
+from cppmega.host.wording import counted
 from cppmega.training.options import options
 
 if TYPE_CHECKING:
@@ -175,31 +178,28 @@ def runs(
     host that is behind; a loss or gradient norm far above the usual is reported as a spike. The
     exit status is 1 if a watched run crashed or was killed; Ctrl-C ends the watching, not the runs.
     """
-    from cppmega.host import console
-    from cppmega.host.table import show
-    from cppmega.host.wording import counted
     from cppmega.runs import folder as run_folder
     from cppmega.runs import json_file, listing
 
     root = run_folder.root(folder)
-    found = [run_folder.find(root, name) for name in names] or run_folder.everyone(root)
+    chosen = [run_folder.find(root, name) for name in names] or run_folder.everyone(root)
     if watch:
         if as_json:
             raise click.UsageError("--watch prints lines; cppmega runs --json prints one snapshot")
         if plot is not None:
             raise click.UsageError("--plot draws what has been logged so far; leave --watch out")
-        watched = [run for run in found if names or run.state() in run_folder.LIVE]
+        watched = [run for run in chosen if names or run.state() in run_folder.LIVE]
         sys.exit(_watch(watched, every, stalled_after))
-    shown = found if everything or as_json else found[:20]
+    shown = chosen if everything or as_json else chosen[:20]
     rows = [listing.row_of(run) for run in shown]
     if as_json:
         console.print_json({**console.ENVELOPE, "ok": True, "runs": json_file.plain(rows)})
     else:
         show(listing.table(rows))
-        if not found:
+        if not chosen:
             console.say(f"there is no run in {root.absolute()}: cppmega launch RECIPE starts one")
-        if len(found) > len(shown):
-            console.say(f"and {counted(len(found) - len(shown), 'older one')}: cppmega runs --all")
+        if len(chosen) > len(shown):
+            console.say(f"and {counted(len(chosen) - len(shown), 'older one')}: cppmega runs --all")
     if plot is not None:
         from cppmega.runs import curves
 
@@ -209,7 +209,6 @@ def runs(
 
 def _watch(watched: Sequence[Run], every: float, stalled_after: float) -> int:
     """Print lines about runs until all have ended. Returns the exit status."""
-    from cppmega.host import console
     from cppmega.runs import watch as watching
 
     if not watched:
@@ -284,8 +283,6 @@ def profile(run: str | None, folder: Path | None, as_json: bool) -> None:
     trace next to it, profile/trace.json.gz, opens in ui.perfetto.dev. `cppmega compare` shows two
     profiles side by side.
     """
-    from cppmega.host import console
-    from cppmega.host.table import show
     from cppmega.runs import folder as run_folder
     from cppmega.runs import json_file
     from cppmega.runs import profile as run_profile
@@ -308,8 +305,6 @@ def compare(one: str, other: str, folder: Path | None, as_json: bool) -> None:
     ONE and OTHER are each a name, the start of a name, a tmux session, or a folder. `cppmega runs
     ONE OTHER --plot FILE` draws both.
     """
-    from cppmega.host import console
-    from cppmega.host.table import show
     from cppmega.runs import compare as comparing
     from cppmega.runs import folder as run_folder
     from cppmega.runs import json_file
@@ -317,10 +312,10 @@ def compare(one: str, other: str, folder: Path | None, as_json: bool) -> None:
 
     root = run_folder.root(folder)
     first, second = run_folder.find(root, one), run_folder.find(root, other)
-    found = comparing.compare(first, second)
-    text = (*comparing.lines(found), *profiling.of_both(first, second))
+    comparison = comparing.compare(first, second)
+    text = (*comparing.lines(comparison), *profiling.of_both(first, second))
     if as_json:
-        console.print_json({**console.ENVELOPE, "ok": True, **json_file.plain(found)})
+        console.print_json({**console.ENVELOPE, "ok": True, **json_file.plain(comparison)})
     else:
         show(text)
     sys.exit(FINE)

@@ -25,16 +25,16 @@ from cppmega.cli.group import (
 )
 from cppmega.cli.reports.option import Reports, report_option
 from cppmega.errors import CppmegaError, did_you_mean
+from cppmega.host import console
 from cppmega.host.table import Row, put, show, table
 from cppmega.host.wording import counted, listed
-from cppmega.page import PURPOSES
+from cppmega.page import PURPOSES, Page
 
 if TYPE_CHECKING:
     from cppmega.catalogue.decisions import Decision
     from cppmega.cli.error_index import Cause
     from cppmega.cli.reports.entries import Report
     from cppmega.overlay.verbs import Outcome
-    from cppmega.page import Page
 
 
 @cli.command()
@@ -97,7 +97,6 @@ def apply(
         raise click.UsageError("--only names every patch: --kind and --recipe add nothing to it")
     import gc
 
-    from cppmega.host import console
     from cppmega.overlay import verbs as overlay
     from cppmega.overlay import verdict as state
 
@@ -171,7 +170,6 @@ def list_pages(upstream: bool, patches: Sequence[Path], as_json: bool) -> None:
     not-sent  there is no pull request, for the reason that is shown
     """
     from cppmega.catalogue import loader as catalogue
-    from cppmega.host import console
 
     pages = catalogue.load(patches)
     if upstream:
@@ -192,9 +190,9 @@ def list_pages(upstream: bool, patches: Sequence[Path], as_json: bool) -> None:
         console.print_json({**console.ENVELOPE, "ok": True, "patches": rows})
         return
     widths = (0, max(map(len, PURPOSES)), max(map(len, pages)))
-    for title, found in catalogue.by_subject(pages, patches):
+    for title, members in catalogue.by_subject(pages, patches):
         click.echo(f"{title}:")
-        cells = (("", page.patch.purpose, page.name, _title(page)) for page in found)
+        cells = (("", page.patch.purpose, page.name, _title(page)) for page in members)
         show(table(map(Row, cells), widths))
 
 
@@ -203,7 +201,6 @@ def _list_upstream(pages: Mapping[str, Page], as_json: bool) -> None:
 
     from cppmega.authoring import upstream
     from cppmega.cli import upstream_list
-    from cppmega.host import console
 
     rows = upstream.ledger(pages)
     if as_json:
@@ -401,7 +398,6 @@ def diff(name: str | None, root: Path | None, patches: Sequence[Path], as_json: 
 
     They are printed as a diff from upstream's text.
     """
-    from cppmega.host import console
     from cppmega.overlay import verbs as overlay
 
     session = session_of(root, patches)

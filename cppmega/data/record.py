@@ -19,12 +19,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
-from uuid import uuid4
 
 import msgspec
 
 from cppmega.data.corpus import Corpus, with_suffix
-from cppmega.host import json_text
+from cppmega.host import durable, json_text
 from cppmega.tree import wheels
 
 _SCHEMA = 1
@@ -146,13 +145,7 @@ def keep(prefix: Path, reading: Reading) -> None:
     record = msgspec.to_builtins(reading)
     text = json.dumps({**record, "seal": _seal(record)}, indent=1) + "\n"
     for place in _places(prefix):
-        new = place.with_name(f"{place.name}.{uuid4().hex}.new")
-        try:
+        with suppress(OSError):
             place.parent.mkdir(parents=True, exist_ok=True)
-            new.write_text(text)
-            new.replace(place)
-        except OSError:
-            with suppress(OSError):
-                new.unlink(missing_ok=True)
-            continue
-        return
+            durable.replace(place, text.encode())
+            return

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cppmega.errors import CppmegaError
-from cppmega.host.importable import folder_of
+from cppmega.host.packages import folder_of
 
 _LIBRARIES = re.compile(r"(.+)/lib(?:64)?/python(3\.\d+)/(?:site|dist)-packages\Z")
 """Where the packages of an environment are, and the Python version that they are for."""

@@ -1,15 +1,15 @@
-"""Versions of the packages that train, read from their metadata without importing them."""
+"""The packages that train: where they are and their versions, without importing them."""
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import Version
-
-from cppmega.host.importable import folder_of
 
 NAMES = (
     *("torch", "transformer-engine", "triton", "tilelang", "liger-kernel", "mamba-ssm"),
@@ -17,6 +17,15 @@ NAMES = (
     *("transformer-engine-torch", "transformer-engine-cu12", "transformer-engine-cu13"),
 )
 """The distributions whose requirements on each other are checked."""
+
+
+def folder_of(package: str) -> Path | None:
+    """The folder of an importable package; None if there is none."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except ValueError:  # a module that was created in memory
+        return None
+    return Path(spec.origin).parent if spec is not None and spec.origin else None
 
 
 def version(name: str) -> str | None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+import click
 
 _EVERY = 10.0
 """Seconds between two lines."""
@@ -15,26 +18,8 @@ Advance = Callable[[int], None]
 @contextmanager
 def of_bytes(what: str, total: int) -> Iterator[Advance]:
     """Show a bar while the block runs; call the value it yields with each number of bytes done."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as shown:
-        task = shown.add_task(what, total=total)
-        yield lambda count: shown.advance(task, count)
+    with click.progressbar(length=total, label=what, file=sys.stderr) as shown:
+        yield shown.update
 
 
 def lines(what: str, total: int, say: Callable[[str], None]) -> Advance:

@@ -1,4 +1,4 @@
-"""Rows of text in columns; rich would take longer to import than most commands take to run.
+"""Rows of text in columns, without a library that takes longer to import than a command runs.
 
 On a terminal, every line ends before its edge. In a pipe or a file, rows and sentences stay on one
 line each.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cppmega.host.importable import folder_of
+from cppmega.host.packages import folder_of
 from cppmega.overlay.receipt import FOLDER, Loaded, Written, original
 from cppmega.overlay.survey import MISSING, Survey
 from cppmega.overlay.verdict import PatchState, Verdict

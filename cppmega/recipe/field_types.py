@@ -51,14 +51,14 @@ def _shown(value: object) -> str:
 
 def _values(part: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
     """Name, value and type of every field."""
-    found: list[tuple[str, Any, Any]] = []
+    rows: list[tuple[str, Any, Any]] = []
     kind: Any = Fields if isinstance(part, Fields) else type(part)
     for name, hint in _hints(kind).items():
         value = getattr(part, name)
-        found.append((prefix + name, value, hint))
+        rows.append((prefix + name, value, hint))
         if is_dataclass(value) and not isinstance(value, type):
-            found += _values(value, f"{prefix}{name}.")
-    return found
+            rows += _values(value, f"{prefix}{name}.")
+    return rows
 
 
 @cache

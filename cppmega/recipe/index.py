@@ -45,10 +45,10 @@ def load(name: str) -> Recipe:
     module = _module(path)
     recipe = getattr(module, "RECIPE", None)
     if not isinstance(recipe, Recipe) or recipe.name != path.stem:
-        found = f"a {type(recipe).__name__}" if not isinstance(recipe, Recipe) else recipe.name
+        defined = f"a {type(recipe).__name__}" if not isinstance(recipe, Recipe) else recipe.name
         raise CppmegaError(
             "recipe-broken",
-            f"{path} must define RECIPE, a Recipe with the name {path.stem}; found {found}.",
+            f"{path} must define RECIPE, a Recipe with the name {path.stem}; found {defined}.",
             "Logs, results and run folders are named after it.",
             f"RECIPE = Recipe(name='{path.stem}', ...)",
         )

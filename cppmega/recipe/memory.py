@@ -98,12 +98,12 @@ def _of_rank(recipe: Recipe, rank: int, fused: bool) -> Estimate:
 
 def _stages(recipe: Recipe, rank: int) -> list[tuple[str, int]]:
     """The letters of every stage of a rank, and how many of its DSA layers share keys."""
-    found, seen = [], 0
+    stages, seen = [], 0
     for letters in recipe.layers_by_stage:
         until = seen + letters.count("D")
-        found.append((letters, recipe.dsa_index_pattern[seen:until].count("S")))
+        stages.append((letters, recipe.dsa_index_pattern[seen:until].count("S")))
         seen = until
-    return found[rank :: recipe.pipeline_model_parallel_size]
+    return stages[rank :: recipe.pipeline_model_parallel_size]
 
 
 def _states(recipe: Recipe, rank: int) -> int:

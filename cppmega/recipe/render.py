@@ -121,7 +121,7 @@ def render(
 def missing(recipe: Recipe, version: str) -> tuple[Missing, ...]:
     """The features that the recipe needs and the release lacks; empty if it can be trained."""
     line = release_line(version)
-    found: list[Missing] = []
+    lacking: list[Missing] = []
     if recipe.kind == "hybrid":
         for letter in recipe.unknown_to(line):
             since = patterns.since(letter)
@@ -132,24 +132,24 @@ def missing(recipe: Recipe, version: str) -> tuple[Missing, ...]:
             )
             layers = recipe.layout.counts()[letter]
             part = f"{layers} layers {letter} ({patterns.LETTERS[letter]})"
-            found.append(Missing(part, reason))
+            lacking.append(Missing(part, reason))
     for name, part in (
         ("ngram_hash", "n-gram hash embedding"),
         ("structure", "structure embedding"),
     ):
         if getattr(recipe, name) is not None and line < (0, 19):
             reason = f"cppmega adds it to megatron-core 0.19.2, and not to {version}"
-            found.append(Missing(part, reason))
+            lacking.append(Missing(part, reason))
     if recipe.kind == "gpt" and recipe.uses_dsa and line < (0, 18):
         reason = f"megatron-core {version} accepts the argument, but its builder then fails"
-        found.append(Missing("DSA in a GPT", reason))
+        lacking.append(Missing("DSA in a GPT", reason))
     if recipe.uses_dsa and recipe.dsa_kernel_backend not in (None, "none") and line < (0, 19):
         reason = f"megatron-core {version} has no DSA kernels; 0.19 is the first that does"
-        found.append(Missing(f"DSA kernel backend {recipe.dsa_kernel_backend}", reason))
+        lacking.append(Missing(f"DSA kernel backend {recipe.dsa_kernel_backend}", reason))
     if recipe.uses_mhc and line < (0, 19):
         reason = f"cppmega adds them to 0.19; megatron-core {version} has no such option"
-        found.append(Missing("hyper-connections (mHC)", reason))
-    return tuple(found)
+        lacking.append(Missing("hyper-connections (mHC)", reason))
+    return tuple(lacking)
 
 
 def _name(name: str, line: tuple[int, int]) -> str:

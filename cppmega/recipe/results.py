@@ -30,14 +30,14 @@ def measured() -> list[Result]:
 
 def collect(folder: Path) -> list[Result]:
     """The results of recipes among the JSON files of a folder; files of other kinds are skipped."""
-    found = []
+    results = []
     for path in sorted(folder.glob("*.json")):
         try:
             result = json_text.decode(path.read_bytes(), Result)
         except msgspec.DecodeError:
             continue
-        found.append(msgspec.structs.replace(result, file=path.name))
-    return found
+        results.append(msgspec.structs.replace(result, file=path.name))
+    return results
 
 
 def last_result(name: str, results: Iterable[Result]) -> Result | None:

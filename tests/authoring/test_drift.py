@@ -394,12 +394,12 @@ def test_a_feature_under_a_new_name_is_no_feature_that_goes(compare, tmp_path: P
     assert any(f"now {FILE}:labour" in line for line in drift_report.lines(found))
 
 
-def test_a_target_under_a_new_name_with_the_fix_is_said(compare, tmp_path: Path) -> None:
+def test_a_renamed_target_may_have_the_fix(compare, tmp_path: Path) -> None:
     fixed = FIXED.replace("def work", "def labour")
     found = compare(OLD, fixed, page(tmp_path / "pages", patch=FEATURE, fixed=IS_FIXED))
     one, target = only(found)
-    assert (one.word, one.new.state, target.fixed_there) == ("moved", "absent", True)
-    assert f"{FILE}:labour has the fix: declare it" in advised(found)[0]
+    assert (one.word, one.new.state, target.places) == ("moved", "absent", (f"{FILE}:labour",))
+    assert "if it has the fix, declare that in fixed_upstream()" in advised(found)[0]
 
 
 def test_a_feature_that_comes_with_an_unknown_text_is_unsafe(compare, tmp_path: Path) -> None:

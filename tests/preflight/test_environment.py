@@ -11,7 +11,7 @@ import pytest
 
 from cppmega.host import packages as stack
 from cppmega.host import process
-from cppmega.host.importable import folder_of
+from cppmega.host.packages import folder_of
 from cppmega.recipe import Mamba2, Mamba3
 from cppmega.recipe.run_options import RunOptions
 from cppmega.rules.starts import MAMBA2_BY_TORCH

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from cppmega.errors import CppmegaError
-from cppmega.host.importable import folder_of
+from cppmega.host.packages import folder_of
 from cppmega.host.paths import PACKAGE
 from cppmega.page import Page
 from cppmega.preflight.ask import ask
