@@ -90,12 +90,8 @@ def _folder_gone() -> bool:
 
 
 def _fail(error: CppmegaError, code: int, words: Sequence[str]) -> NoReturn:
-    _print(words, error)
-    sys.exit(code)
-
-
-def _print(words: Sequence[str], error: CppmegaError) -> None:
     if "--json" in words:
         console.print_json(console.error_json(error))
     else:
         console.say(error.render())
+    sys.exit(code)

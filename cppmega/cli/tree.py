@@ -33,8 +33,6 @@ from cppmega.page import PURPOSES, Page
 if TYPE_CHECKING:
     from cppmega.catalogue.decisions import Decision
     from cppmega.cli.error_index import Cause
-    from cppmega.cli.reports.entries import Report
-    from cppmega.overlay.verbs import Outcome
 
 
 @cli.command()
@@ -372,6 +370,7 @@ def _cited_results(doc: str) -> list[Path]:
 @tree_options
 def status(root: Path | None, patches: Sequence[Path], as_json: bool, reports: Reports) -> None:
     """Show the state of every patch; write nothing."""
+    from cppmega.cli.reports import answers
     from cppmega.overlay import verbs as overlay
     from cppmega.overlay import verdict as state
 
@@ -380,14 +379,8 @@ def status(root: Path | None, patches: Sequence[Path], as_json: bool, reports: R
     closing = state.summary(outcome.verdicts)
     if outcome.digest:
         closing += f"; overlay {outcome.digest}"
-    reports.write(lambda: _report(outcome, patches))
+    reports.write(lambda: answers.of_status(outcome, patches))
     answer(session, outcome, as_json, outcome.ok, closing)
-
-
-def _report(outcome: Outcome, patches: Sequence[Path]) -> Report:
-    from cppmega.cli.reports import answers
-
-    return answers.of_status(outcome, patches)
 
 
 @cli.command()

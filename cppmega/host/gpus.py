@@ -31,11 +31,6 @@ class Gpu:
 
 def reported(environ: Mapping[str, str] = os.environ) -> list[Gpu]:
     """Every GPU that nvidia-smi lists; empty where it is missing or does not answer."""
-    return [_gpu(*row) for row in _rows(environ)]
-
-
-def _rows(environ: Mapping[str, str]) -> list[list[str]]:
-    """The rows of nvidia-smi; none where it is missing or does not answer."""
     program = shutil.which("nvidia-smi", path=environ.get("PATH"))
     if program is None:
         return []
@@ -47,8 +42,8 @@ def _rows(environ: Mapping[str, str]) -> list[list[str]]:
     except (OSError, subprocess.TimeoutExpired):  # a driver that hangs: torch will say more
         return []
     rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
-    return [row for row in rows if len(row) == len(_QUERY)]
-
-
-def _gpu(index: str, uuid: str, name: str, memory: str, compute_mode: str, errors: str) -> Gpu:
-    return Gpu(index, uuid, name, memory, compute_mode, int(errors) if errors.isdigit() else 0)
+    complete = (row for row in rows if len(row) == len(_QUERY))
+    return [
+        Gpu(index, uuid, name, memory, mode, int(errors) if errors.isdigit() else 0)
+        for index, uuid, name, memory, mode, errors in complete
+    ]

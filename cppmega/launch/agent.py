@@ -129,12 +129,13 @@ def first(failures: dict[int, Any]) -> Failure:
     """
     rank = min(failures, key=lambda rank: (_time(failures[rank]), rank))
     failure = failures[rank]
+    details = _details(failure)
     return Failure(
         rank=rank,
         local_rank=failure.local_rank,
         exit=failure.exitcode,
         signal=failure.signal_name() if failure.exitcode < 0 else "",
-        message=_message(failure),
+        message=str(details.get("py_callstack") or details.get("message", "")),
         others=tuple(sorted(set(failures) - {rank})),
     )
 
@@ -145,11 +146,6 @@ def _time(failure: Any) -> float:
         return float(exact)
     killed = failure.exitcode == -signal.SIGKILL
     return float(failure.timestamp) - (_SEEN if killed else 0)
-
-
-def _message(failure: Any) -> str:
-    details = _details(failure)
-    return str(details.get("py_callstack") or details.get("message", ""))
 
 
 def _details(failure: Any) -> dict[str, Any]:

@@ -236,7 +236,10 @@ class Supervisor:
             time.sleep(_PERIOD)
 
     def _finish(self, code: int) -> int:
-        failure = end_record.missing(self.node) if code == 0 else self._kept_failure(code)
+        if code == 0:
+            failure = end_record.missing(self.node)
+        else:
+            failure = json_file.read(self.node.path / FAILURE, Failure) or of_torchrun(code)
         code = code or int(failure is not None)
         self.status = structs.replace(
             self.status,
@@ -249,9 +252,6 @@ class Supervisor:
         self._write_end()
         self._report_end(code)
         return code if code >= 0 else 128 - code
-
-    def _kept_failure(self, code: int) -> Failure:
-        return json_file.read(self.node.path / FAILURE, Failure) or of_torchrun(code)
 
     def _report_end(self, code: int) -> None:
         run = self.node.run

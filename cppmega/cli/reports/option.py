@@ -30,10 +30,6 @@ class _Sink:
     """None: stderr, which GitHub Actions reads."""
 
 
-def _sinks(ctx: click.Context, param: click.Parameter, words: Sequence[str]) -> list[_Sink]:
-    return [_sink(word) for word in words]
-
-
 def _sink(word: str) -> _Sink:
     kind, _, file = word.partition("=")
     if kind not in _FORMATS:
@@ -73,24 +69,21 @@ def report_option(command: F) -> F:
             return command(*args, reports=reports, **kwargs)
         except CppmegaError as error:
             if not reports.done:
-                _report_error(reports, command.__name__, error)
+                from cppmega.cli.reports.answers import of_error
+
+                answer = of_error(command.__name__, error)
+                reports.write(lambda: answer)
             raise
 
     option = click.option(
         "--report",
         multiple=True,
         metavar="FORMAT[=FILE]",
-        callback=_sinks,
+        callback=lambda context, parameter, words: [_sink(word) for word in words],
         help="Also write the answer as sarif=FILE, junit=FILE, github=FILE, or github (annotations "
         "of GitHub Actions, on stderr); repeatable.",
     )
     return cast(F, option(reporting))
-
-
-def _report_error(reports: Reports, command: str, error: CppmegaError) -> None:
-    from cppmega.cli.reports.answers import of_error
-
-    reports.write(lambda: of_error(command, error))
 
 
 def _written(kind: str, report: Report) -> str:
