@@ -9,6 +9,7 @@ into benchmarks/results/stacks.json, of which scripts/readme_figures.py writes d
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -88,7 +89,8 @@ def build(folder: Path, stack: Stack) -> Path:
         sys.exit(f"stacks: set {NIGHTLY} to the address of torch's nightly builds for a CPU")
     found = {**os.environ, "UV_INDEX": os.environ[NIGHTLY]} if nightly else None
     uv = [sys.executable, "-m", "uv"]
-    subprocess.run([*uv, "venv", "-q", "--clear", "--python", stack.python, folder], check=True)
+    base = interpreter(stack.python)
+    subprocess.run([*uv, "venv", "-q", "--clear", "--python", base, folder], check=True)
     install = [*uv, "pip", "install", "-q", "--python", python]
     packages = [*stack.torch.split(), "numpy", "psutil"]
     subprocess.run([*install, *packages], env=found, check=True)
@@ -99,6 +101,23 @@ def build(folder: Path, stack: Stack) -> Path:
     )
     (folder / "complete").touch()
     return python
+
+
+def interpreter(version: str) -> str:
+    """A Python of this version that starts: one on PATH, else pyenv's, else the version for uv.
+
+    A `python3.13` on PATH may be pyenv's, which starts only the versions that are chosen there. uv
+    downloads what is not found, if it may.
+    """
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
+    candidates = (f"python{version}", *pyenv.glob(f"versions/{version}.*/bin/python"))
+    told = "import sys; print('{}.{}'.format(*sys.version_info))"
+    for candidate in map(str, candidates):
+        with contextlib.suppress(OSError):
+            done = subprocess.run([candidate, "-c", told], capture_output=True, text=True)
+            if done.stdout.strip() == version:
+                return candidate
+    return version
 
 
 def run(python: Path, step: str, folder: Path) -> dict[str, object]:

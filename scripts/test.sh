@@ -16,6 +16,8 @@ if ! command -v tmux >/dev/null; then
 fi
 # Without bytecode, every one of the processes that the tests start compiles the package again.
 unset PYTHONDONTWRITEBYTECODE
+# Each process of the tests would use all cores.
+export OMP_NUM_THREADS=1
 echo "== ruff" >&2
 "$bin/ruff" check .
 "$bin/ruff" format --check .

@@ -17,6 +17,7 @@ import torch
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.render import render
 from tests.support import patched, python
+from tests.support.weekly import weekly
 
 training = importlib.import_module("benchmarks.slices.mhc_training")
 curves = importlib.import_module("benchmarks.slices.curves")
@@ -179,6 +180,7 @@ def test_runs_are_written_one_by_one_and_continued(made: Made, tmp_path: Path) -
     assert len(Stub.seen) == 1 + len(training.RUNS["gpt"])
 
 
+@weekly
 @pytest.mark.slow
 def test_kernels_train_both_small_models_as_the_reference() -> None:
     code = """

@@ -150,8 +150,9 @@ def decay_rate(decay: Tensor, definition: Definition) -> Tensor:
     if definition == "softplus":
         rate = functional.softplus(decay)
     else:  # 1 + x above zero, 1 / (1 - x) below
-        # With `clamp` on both sides, the derivative at 0 would be that of both, 2.
-        rate = torch.where(decay > 0, 1 + decay, torch.reciprocal(1 - decay.clamp_max(0)))
+        # Releases of torch differ in the derivative of `clamp` at its bound.
+        negative = torch.where(decay > 0, 0.0, decay)
+        rate = torch.where(decay > 0, 1 + decay, torch.reciprocal(1 - negative))
     return rate.clamp_min(A_FLOOR)
 
 
