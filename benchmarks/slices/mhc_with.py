@@ -1,6 +1,7 @@
 """Hyper-connections with CUDA graphs and FP8, in turns: the same curve, how fast, how much memory?
 
     python -m benchmarks.slices.mhc_with --site SITE --work SCRATCH --out DIR [--only MODEL,...]
+        [--run NAME]...
 
 \b
     gpt      8 layers, C 1024, 4 streams, two micro-batches per step: so small that the host, which
@@ -17,19 +18,17 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import click
 
 from benchmarks.harness import results, runs
-from benchmarks.harness.gpu import card
 from benchmarks.harness.results import Places
-from benchmarks.harness.runs import Bench
+from benchmarks.slices import series
 from benchmarks.slices.curves import FACTOR, verdict
-from benchmarks.slices.training import GRAPH_POOLS, curve, measured
-from cppmega.recipe import index as recipes_index
+from benchmarks.slices.series import Model, Series
+from benchmarks.slices.training import GRAPH_POOLS, curve
 
 _LOCAL, _ENGINE = ("cuda_graph_impl=local",), ("cuda_graph_impl=transformer_engine",)
 _ATTENTION = ("cuda_graph_modules=('attn',)",)
@@ -39,10 +38,8 @@ _SMALL = (
     *("hidden_size=1024", "ffn_hidden_size=4096", "num_attention_heads=16", "seq_length=2048"),
     *("micro_batch_size=1", "global_batch_size=2"),
 )
-_FIRST_GUESS = 60.0
-"""Seconds that a run may take, until one has shown how many."""
-MODELS: dict[str, tuple[str, tuple[str, ...], dict[str, tuple[str, ...]]]] = {
-    "gpt": (
+MODELS = {
+    "gpt": Model(
         "gpt_mhc_h200",
         _SMALL,
         {
@@ -57,7 +54,7 @@ MODELS: dict[str, tuple[str, tuple[str, ...], dict[str, tuple[str, ...]]]] = {
             "FP8, recomputed streams": (*_FP8, "recompute_modules=('mhc',)"),
         },
     ),
-    "hybrid": (
+    "hybrid": Model(
         "nam56r_h200_slice_mhc",
         (),
         {
@@ -69,7 +66,6 @@ MODELS: dict[str, tuple[str, tuple[str, ...], dict[str, tuple[str, ...]]]] = {
         },
     ),
 }
-"""Model -> its recipe, what is changed in all runs, and what in each."""
 
 
 def page(result: Mapping[str, Any]) -> str:
@@ -119,61 +115,22 @@ def _rows(every: Mapping[str, list[dict[str, Any]]]) -> Iterator[list[Any]]:
 
 @click.command(help=__doc__)
 @results.places("Prepared dataset [Python's own sources].", required=False)
-@click.option("--only", help="Models, in this order [all].")
-@click.option("--steps", default=20, show_default=True, help="Steps of a run, ten to warm up.")
+@series.options
 @click.option("--turns", default=2, show_default=True, help="Runs of each kind.")
-@click.option("--minutes", default=28.0, show_default=True, help="Time limit of this call.")
-def main(places: Places, only: str | None, steps: int, turns: int, minutes: float) -> None:
+def main(
+    places: Places,
+    only: str | None,
+    labels: tuple[str, ...],
+    steps: int,
+    minutes: float,
+    turns: int,
+) -> None:
     places.create()
-    deadline, longest = time.monotonic() + 60 * minutes, _FIRST_GUESS
-    failed: set[str] = set()
+    every = Series(places, "mhc_with", page, steps, time.monotonic() + 60 * minutes)
     for name in results.chosen(only, MODELS, "models"):
-        of_recipe, shared, labels = MODELS[name]
-        recipe = recipes_index.load(of_recipe)
-        structured = recipe.structure is not None
-        corpus = places.work / "data" / ("structured" if structured else "corpus")
-        data = places.data or runs.prepare(corpus, places.site, structured)
-        bench = Bench(recipe, (), *places._replace(data=data), 1.0)
-        facts = {**runs.header(bench), "benchmark": "mhc_with"}
-        del facts["recipe"], facts["changes"], facts["data"]
-        target = f"mhc_with_{card(facts['stack']['gpu'])}"
-        for turn, label in _turns(labels, turns):
-            run, left, started = f"{name}, {label}", deadline - time.monotonic(), time.monotonic()
-            done = results.read(places.out, target).get("models", {}).get(name, {}).get("runs", {})
-            if run in failed or len(done.get(label, [])) > turn:
-                continue
-            if left < 1.2 * longest:
-                print(f"{run}: {left:.0f} s are left, not started", file=sys.stderr)
-                continue
-            changes = (*shared, *labels[label], f"train_iters={steps}")
-            changed = recipes_index.with_text(recipe, changes)
-            of = replace(bench, recipe=changed, changes=changes, timeout=left)
-            try:
-                rows = runs.trained(
-                    of, f"{name}-{label.replace(' ', '-')}-{turn}", of.tree("overlay")
-                )
-                if rows is None:
-                    raise click.ClickException("it does not fit on this GPU")
-                found = measured(rows)
-            except click.ClickException as error:
-                failed.add(run)
-                print(f"{run}: {error.message}", file=sys.stderr)
-                continue
-            longest = max(longest, time.monotonic() - started)
-            with results.changing(places.out, target) as result:
-                result.update(facts)
-                made = {"recipe": of_recipe, "changes": [*shared], "runs": {}}
-                model = result.setdefault("models", {}).setdefault(name, made)
-                every = {**model["runs"], label: [*done.get(label, []), found]}
-                model["runs"] = {each: every[each] for each in labels if each in every}
-                (places.out / f"{target}.md").write_text(page(result))
-    sys.exit(int(bool(failed)))
-
-
-def _turns(labels: Iterable[str], turns: int) -> Iterator[tuple[int, str]]:
-    """The runs of a model: in their order, then in the other."""
-    for turn in range(turns):
-        yield from ((turn, label) for label in [*labels][:: 1 - 2 * (turn % 2)])
+        model = MODELS[name]
+        every.model(name, model, series.turns(series.chosen(model, labels), turns))
+    sys.exit(int(bool(every.failed)))
 
 
 if __name__ == "__main__":
