@@ -21,8 +21,8 @@ import msgspec
 
 from benchmarks.harness import results
 from cppmega import __version__
-from cppmega.host.markdown import table
 from tools.code_corpus import archive, download, listing, make
+from tools.markdown import table
 
 
 @click.command(help=__doc__)

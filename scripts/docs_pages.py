@@ -20,20 +20,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import architecture
 import architecture_svg
+import catalogue_readme
+import decisions_page
 import docs_transcripts
 import readme_figures
 
-from cppmega.authoring.catalogue_readme import readme as catalogue_table
-from cppmega.authoring.catalogue_readme import releases
-from cppmega.authoring.decisions_page import page as decisions_page
 from cppmega.catalogue import loader as catalogue
 from cppmega.cli import error_index
 from cppmega.cli.main import cli
-from cppmega.host.markdown import table
 from cppmega.overlay.verdict import FAILURES, MEANING
 from cppmega.page import Page
 from cppmega.rules import RULES
 from cppmega.rules.rule import Rule
+from tools.markdown import table
 
 REPOSITORY = architecture.REPOSITORY
 DOCS = REPOSITORY / "docs"
@@ -114,7 +113,7 @@ def _to_errors(text: str, page: str) -> str:
 def _pages() -> Iterator[tuple[str, str]]:
     for path in sorted(DOCS.glob("*.md")):
         yield path.name, _indented(_INCLUDE.sub(_included, path.read_text()))
-    yield "decisions.md", _moved(_titled(decisions_page(tables=False)), "upstream_patches")
+    yield "decisions.md", _moved(_titled(decisions_page.page(tables=False)), "upstream_patches")
     yield from _error_pages()
     yield "changelog.md", _moved((REPOSITORY / "CHANGELOG.md").read_text())
     yield from _patch_pages()
@@ -227,7 +226,8 @@ def _on_the_site(link: str, home: str) -> str:
 
 
 def _patch_pages() -> Iterator[tuple[str, str]]:
-    yield "patches/index.md", _moved(_titled(catalogue_table()), "upstream_patches", "patches")
+    table_of_all = _titled(catalogue_readme.readme())
+    yield "patches/index.md", _moved(table_of_all, "upstream_patches", "patches")
     for name, page in catalogue.load().items():
         yield f"patches/{name}.md", _patch_page(page)
 
@@ -243,7 +243,7 @@ def _patch_page(page: Page) -> str:
         ("switch", gate),
         ("a run must reach it", page.patch.reached),
         ("its proof needs", ", ".join(page.patch.needs)),
-        ("versions", releases(page)),
+        ("versions", catalogue_readme.releases(page)),
     ]
     targets = [
         (f"`{edit.target}`", "<br>".join(f"{v}: `{pin}`" for v, pin in edit.pins.items()))

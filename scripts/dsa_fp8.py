@@ -17,8 +17,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from cppmega.host.markdown import table
 from cppmega.recipe import index
+from tools.markdown import table
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 PAGE = RESULTS / "dsa_fp8.md"

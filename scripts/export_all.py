@@ -15,8 +15,9 @@ import tempfile
 from io import BytesIO
 from pathlib import Path
 
+from exports_page import record_file
+
 from cppmega.authoring.export import Exported, export
-from cppmega.authoring.exports_page import record_file
 from cppmega.catalogue import loader as catalogue
 from cppmega.errors import CppmegaError
 from cppmega.tree.installed import Tree

@@ -18,10 +18,10 @@ from typing import Any
 
 from cppmega.catalogue import loader as catalogue
 from cppmega.cli import recipes_list
-from cppmega.host.markdown import table
 from cppmega.recipe import Recipe
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.arithmetic import flops, parameters, record_flops
+from tools.markdown import table
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 EARLIER = "earlier_overlay"

@@ -12,8 +12,6 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from cppmega.authoring import exports_page
-from cppmega.authoring.catalogue_readme import readme as catalogue_readme
 from cppmega.catalogue import loader as catalogue
 from cppmega.cli.main import cli
 from cppmega.run import run
@@ -24,11 +22,13 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 readme = importlib.import_module("readme_figures")
+catalogue_readme = importlib.import_module("catalogue_readme")
+exports_page = importlib.import_module("exports_page")
 
 
 def test_the_catalogue_table_is_the_catalogue() -> None:
     written = (REPOSITORY / "upstream_patches" / "README.md").read_text()
-    assert written == catalogue_readme(), "run python scripts/catalogue_readme.py"
+    assert written == catalogue_readme.readme(), "run python scripts/catalogue_readme.py"
 
 
 def test_the_page_about_upstream_shows_what_was_exported() -> None:

@@ -26,10 +26,10 @@ from benchmarks.harness import results, runs
 from benchmarks.harness.results import Places
 from benchmarks.harness.runs import STARTS, Bench, TimeIsUp
 from benchmarks.slices.training import GRAPH_POOLS, WARM, apart, curve, measured, steps_of
-from cppmega.host.markdown import table
 from cppmega.recipe import Recipe
 from cppmega.recipe import index as recipes_index
 from cppmega.recipe.memory import MAMBA_RECOMPUTE, estimate
+from tools.markdown import table
 
 _PROFILED = 2
 

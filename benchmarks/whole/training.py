@@ -36,7 +36,6 @@ from benchmarks.slices import training as slice_report
 from benchmarks.slices.training import WARM, apart, headline, losses, steps_of, title
 from cppmega.checkpoints.tracker import TRACKER
 from cppmega.errors import CppmegaError
-from cppmega.host.markdown import table
 from cppmega.host.wording import counted
 from cppmega.overlay.verbs import Session
 from cppmega.recipe import Recipe
@@ -45,6 +44,7 @@ from cppmega.recipe.run_options import RunOptions
 from cppmega.training import plan
 from cppmega.training.requirements import Start
 from cppmega.training.step import untrained_loss
+from tools.markdown import table
 
 NAME = "overlay"
 CHECKPOINTS = "checkpoints"

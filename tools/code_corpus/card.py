@@ -12,10 +12,10 @@ import msgspec
 
 from cppmega.data.corpus import Card, StructureRecord
 from cppmega.data.tokenizers import TokenizerRecord
-from cppmega.host.markdown import table
 from tools.code_corpus.archive import Manifest, Project
 from tools.code_corpus.listing import PARTS
 from tools.code_corpus.selection import LINE, LINES, MOST_SEEN
+from tools.markdown import table
 
 _TITLES = {"train": "training", "heldout": "held out"}
 _LANGUAGES = {"c": "C", "cpp": "C++ and headers", "python": "Python"}

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from cppmega.authoring.upstream import row_of
 from cppmega.catalogue import loader as catalogue
-from cppmega.host.markdown import table
 from cppmega.page import Page
+from tools.markdown import table
 
 
 def record_file() -> Path:
