@@ -296,25 +296,12 @@ def _counted(changes: Sequence[StatementChange]) -> str:
 
 
 def _limited(changes: Sequence[StatementChange], limit: int) -> Iterator[str]:
-    """Yield the diff; if it is too long, keep what meets our edit and count the rest."""
-    blocks = [(change, list(_change_lines(change))) for change in changes]
-    left = limit
-    hidden = 0
-    chosen: set[int] = set()
-    for at in sorted(range(len(blocks)), key=lambda at: (blocks[at][0].meets == "elsewhere", at)):
-        size = len(blocks[at][1])
-        if size <= left or not chosen:
-            chosen.add(at)
-            left -= size
-    for at, (_, block) in enumerate(blocks):
-        if at not in chosen:
-            hidden += len(block) - 1
-            continue
-        shown = block[: max(limit, 4)]
-        hidden += len(block) - len(shown)
-        yield from shown
-    if hidden:
-        yield f"        ... {hidden} more lines; --json has them all"
+    """Yield the diff, what meets our edit first; if it is too long, count the rest."""
+    ordered = sorted(changes, key=lambda change: change.meets == "elsewhere")
+    diff = [line for change in ordered for line in _change_lines(change)]
+    yield from diff[:limit]
+    if len(diff) > limit:
+        yield f"        ... {len(diff) - limit} more lines; --json has them all"
 
 
 def _change_lines(change: StatementChange) -> Iterator[str]:

@@ -12,7 +12,7 @@ from cppmega.host.table import Row, table
 from cppmega.overlay.wanted import wanted_patches
 from cppmega.page import Page
 from cppmega.recipe import Recipe
-from cppmega.recipe.arithmetic import flops, megatron_flops, parameters, record_flops
+from cppmega.recipe.arithmetic import flops, megatron_flops, parameters
 from cppmega.recipe.index import load, shipped
 from cppmega.recipe.memory import estimate
 from cppmega.recipe.render import missing
@@ -50,7 +50,6 @@ def describe(
         "memory_gib_per_gpu": round(estimate(recipe, widened, attends).gib, 1),
         "gflop_per_token": round(flops(recipe) / 1e9, 3),
         "gflop_per_token_by_megatron": round(megatron_flops(recipe) / 1e9, 3),
-        "gflop_per_token_of_the_record": round(record_flops(recipe) / 1e9, 3),
         "patches": list(wanted_patches(recipe, pages)),
         "gates": dict(recipe.gates),
         "missing": [{"part": item.part, "reason": item.reason} for item in lacking],

@@ -354,27 +354,17 @@ def _indexer_work(recipe: Recipe, keys: float) -> float:
     return 2 * indexer
 
 
-def megatron_flops(recipe: Recipe) -> float:
+def megatron_flops(recipe: Recipe, letters: str = "") -> float:
     """Floating-point operations of one token as stock Megatron reports them.
 
     Its formula for hybrid models counts *, - and E, Mamba-3 as Mamba-2, and nothing for D, + and R.
     Its formula for GPT models counts DSA as dense MLA, without the indexer.
+
+    Args:
+        recipe: the run.
+        letters: the layers to count; "": those of the recipe.
     """
-    return _reported(recipe, recipe.layout.counts())
-
-
-def record_flops(recipe: Recipe) -> float:
-    """Floating-point operations of one token as the earlier overlay counted NAM56R's.
-
-    Megatron's formula for hybrid models, with every D and + counted as full attention, and R, like
-    M, as Mamba-2. Speeds that were reported without a log, 289 TFLOP/s among them, are in this
-    unit. Only for comparison with those.
-    """
-    letters = recipe.layout.letters.translate(str.maketrans("D+R", "**M"))
-    return _reported(recipe, Counter(letters))
-
-
-def _reported(recipe: Recipe, counts: Counter[str]) -> float:
+    counts = Counter(letters or recipe.layout.letters)
     layout = recipe.layout
     hidden, keys = recipe.hidden_size, recipe.seq_length / 2
     gate = _matrices(recipe) / 2

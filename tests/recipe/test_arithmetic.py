@@ -10,7 +10,7 @@ import pytest
 
 from cppmega.recipe import M2RNN, Mamba3, Recipe
 from cppmega.recipe import index as recipes_index
-from cppmega.recipe.arithmetic import flops, megatron_flops, parameters, record_flops
+from cppmega.recipe.arithmetic import flops, megatron_flops, parameters
 from cppmega.recipe.memory import estimate
 from cppmega.recipe.render import render
 from tests.support import patched, pristine, python
@@ -299,33 +299,6 @@ def test_the_slice_reports_what_was_measured_with_upstreams_own_script() -> None
     """46.5 TFLOP/s at 671 ms a step of 4096 tokens."""
     reported = megatron_flops(recipes_index.load("nam56r_h200_slice"))
     assert reported * 4096 / 0.671 / 1e12 == pytest.approx(46.5, abs=0.1)
-
-
-@pytest.mark.parametrize(
-    ("tokens_per_second", "by_the_record", "counted"),
-    [(9_250, 289, 237), (6_200, 193, 159), (11_300, 351, 289)],
-)
-def test_speeds_of_the_record_in_both_units(
-    tokens_per_second: float, by_the_record: float, counted: float
-) -> None:
-    """Tokens/s per GPU and TFLOP/s per GPU as reported, the latter from unrounded tokens/s."""
-    recipe = recipes_index.load("nam56r_h200_8gpu_bf16")
-    assert record_flops(recipe) == pytest.approx(31.03e9, rel=1e-4)
-    found = record_flops(recipe) * tokens_per_second / 1e12
-    assert found == pytest.approx(by_the_record, rel=0.01)
-    assert flops(recipe) * tokens_per_second / 1e12 == pytest.approx(counted, abs=0.5)
-
-
-def test_the_formula_of_the_record_takes_letters_for_others() -> None:
-    sizes = Mamba3(head_dim=16, state_dim=32)
-    mixed = BASE.with_(pattern="+D-R", m2rnn=M2RNN(5, 3, 3), mamba3=sizes)
-    other = BASE.with_(pattern="**-M", mamba3=sizes)
-    assert record_flops(mixed) == megatron_flops(other) == record_flops(other)
-    assert megatron_flops(mixed) < record_flops(mixed)
-    # Without a Mamba-3 of its own, R is Mamba-2 of Megatron's own sizes.
-    assert record_flops(mixed.with_(mamba3=None, hidden_size=512)) == record_flops(
-        mixed.with_(mamba3=Mamba3(), hidden_size=512)
-    )
 
 
 def test_packed_documents_cost_less_attention() -> None:

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from cppmega.recipe import M2RNN, Mamba3
 from cppmega.recipe import index as recipes_index
-from cppmega.recipe.arithmetic import flops, record_flops
+from cppmega.recipe.arithmetic import flops, megatron_flops
+from tests.recipe.test_arithmetic import BASE
 from tests.support import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
@@ -64,7 +66,7 @@ def test_a_row_has_both_throughputs_of_one_gpu(folder: Path) -> None:
     assert [float(cell) for cell in row[5:8]] == [
         9250,
         round(flops(recipe) * 9250 / 1e12),
-        round(record_flops(recipe) * 9250 / 1e12),
+        round(production.record_flops(recipe) * 9250 / 1e12),
     ]
     assert row[8:] == ["117.3", "2026-12-01"]
     assert too_large.cells("results")[4:9] == ["", "out of memory", "", "", ""]
@@ -111,3 +113,30 @@ def test_a_log_is_named_where_there_is_one(folder: Path) -> None:
 def test_the_page_has_the_table_of_what_was_measured() -> None:
     page = (REPOSITORY / "docs" / "production.md").read_text()
     assert production.measured("results") in page
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_second", "by_the_record", "counted"),
+    [(9_250, 289, 237), (6_200, 193, 159), (11_300, 351, 289)],
+)
+def test_speeds_of_the_record_in_both_units(
+    tokens_per_second: float, by_the_record: float, counted: float
+) -> None:
+    """Tokens/s per GPU and TFLOP/s per GPU as reported, the latter from unrounded tokens/s."""
+    recipe = recipes_index.load("nam56r_h200_8gpu_bf16")
+    assert production.record_flops(recipe) == pytest.approx(31.03e9, rel=1e-4)
+    reported = production.record_flops(recipe) * tokens_per_second / 1e12
+    assert reported == pytest.approx(by_the_record, rel=0.01)
+    assert flops(recipe) * tokens_per_second / 1e12 == pytest.approx(counted, abs=0.5)
+
+
+def test_the_formula_of_the_record_takes_letters_for_others() -> None:
+    sizes = Mamba3(head_dim=16, state_dim=32)
+    mixed = BASE.with_(pattern="+D-R", m2rnn=M2RNN(5, 3, 3), mamba3=sizes)
+    other = BASE.with_(pattern="**-M", mamba3=sizes)
+    assert production.record_flops(mixed) == megatron_flops(other) == production.record_flops(other)
+    assert megatron_flops(mixed) < production.record_flops(mixed)
+    # Without a Mamba-3 of its own, R is Mamba-2 of Megatron's own sizes.
+    assert production.record_flops(
+        mixed.with_(mamba3=None, hidden_size=512)
+    ) == production.record_flops(mixed.with_(mamba3=Mamba3(), hidden_size=512))
