@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from cppmega.errors import CppmegaError
-from cppmega.rules.rule import synonyms
+from cppmega.sizes.megatron_args import synonyms
 
 _CONFIGS = {
     "TransformerConfig": "megatron.core.transformer.transformer_config",

@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 from cppmega.recipe.recipe import Recipe
-from cppmega.rules.questions import layer_pattern, uses_dsa
 from cppmega.rules.rule import Run
 from cppmega.sizes import mixers
+from cppmega.sizes.megatron_args import layer_pattern, uses_dsa
 
 _SAME = (
     *("hidden_size", "num_attention_heads", "seq_length", "kv_channels", "qk_layernorm"),

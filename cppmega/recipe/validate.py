@@ -12,6 +12,7 @@ from cppmega.recipe.fields import Fields
 from cppmega.recipe.run_options import RunOptions
 from cppmega.rules import RULES, recipes, rule
 from cppmega.rules.rule import Run
+from cppmega.sizes import megatron_args
 from cppmega.tree import accepted
 
 _NEWEST = (9999, 0)
@@ -57,7 +58,7 @@ def with_words(options: Mapping[str, Any], words: Sequence[str]) -> dict[str, An
 
 
 def _read(options: dict[str, Any], name: str, values: tuple[str, ...]) -> None:
-    name = rule.destination(name)
+    name = megatron_args.destination(name)
     read = [_value(value) for value in values]
     options[name] = read if name in _LISTS else read[0] if read else True
 

@@ -10,55 +10,37 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cppmega.host import env
-from cppmega.rules.questions import (
-    captures,
-    captures_some_layers,
-    cuda_graphs,
-    has_experts,
-    has_own_mixers,
-    layer_pattern,
-    mtp_depths,
-    recomputes,
-    shares_dsa_keys,
-    uses_dsa,
-    uses_fsdp,
-)
 from cppmega.rules.rule import Part, Rule, unsupported
 from cppmega.sizes import dsa_loss, embeddings, mixers
-
-
-def _above_one(*names: str) -> Callable[[Any], bool]:
-    return lambda run: any((getattr(run, name) or 1) > 1 for name in names)
-
-
-def _given(*names: str) -> Callable[[Any], bool]:
-    return lambda run: any(getattr(run, name) for name in names)
+from cppmega.sizes import megatron_args as args
 
 
 def _graphs(*kinds: str, of: str = "") -> Callable[[Any], str]:
     """How CUDA graphs are captured, if it is in one of these ways and of this part of layers."""
 
     def asked(run: Any) -> str:
-        how = cuda_graphs(run)
+        how = args.cuda_graphs(run)
         wanted = how in kinds if kinds else how != "none"
-        return how if wanted and (not of or captures(run, of)) else ""
+        return how if wanted and (not of or args.captures(run, of)) else ""
 
     return asked
 
 
 def _backend(name: str) -> Callable[[Any], bool]:
     """Whether a run's DSA layers have this backend."""
-    return lambda run: uses_dsa(run) and run.dsa_kernel_backend == name
+    return lambda run: args.uses_dsa(run) and run.dsa_kernel_backend == name
 
 
 # What a run may have.
 MHC = Part(
     "hyper-connections (--enable-mhc-connections)",
-    _given("enable_mhc_connections"),
+    lambda run: run.enable_mhc_connections,
     "train with one residual stream",
 )
 MIXERS = Part(
-    "Mamba-3 and M2RNN layers", has_own_mixers, "train a pattern without the letters M and R"
+    "Mamba-3 and M2RNN layers",
+    args.has_own_mixers,
+    "train a pattern without the letters M and R",
 )
 MAMBA3 = Part(
     "Mamba-3 layers",
@@ -82,17 +64,17 @@ EMBEDDINGS = Part(
 )
 SHARED_KEYS = Part(
     "DSA layers that share keys",
-    shares_dsa_keys,
+    args.shares_dsa_keys,
     f"let every layer choose its own: unset {env.INDEX_CACHE.name}, or --dsa-indexer-topk-freq 1",
 )
 DENSE_STEPS = Part(
     f"the dense steps of DSA's indexer ({dsa_loss.GATE})",
-    lambda run: uses_dsa(run) and dsa_loss.is_on(run.cppmega_variables),
-    f"unset {dsa_loss.GATE} and apply again",
+    lambda run: args.uses_dsa(run) and dsa_loss.is_on(run.cppmega_variables),
+    f"unset {dsa_loss.GATE} (--set dsa_dense_loss_steps=0) and apply again",
 )
 EXPERT_OVERLAP = Part(
     "--overlap-moe-expert-parallel-comm",
-    _given("overlap_moe_expert_parallel_comm"),
+    lambda run: run.overlap_moe_expert_parallel_comm,
     "leave out --overlap-moe-expert-parallel-comm; `cppmega explain "
     "--overlap-moe-expert-parallel-comm` shows what else there is",
 )
@@ -106,9 +88,8 @@ LINEAR_LOSS = Part(
 CUDA_GRAPHS_OF_LAYERS = Part("CUDA graphs", _graphs(), "--cuda-graph-impl none")
 
 # What it may ask for, where that is more than an argument.
-CONTEXT_PARALLEL = Part("--context-parallel-size", _above_one("context_parallel_size"))
-FSDP = Part("FSDP (--use-megatron-fsdp, --use-torch-fsdp2)", uses_fsdp, "use Megatron's DDP")
-FP16 = Part("--fp16", _given("fp16"), "--bf16")
+CONTEXT_PARALLEL = Part("--context-parallel-size", lambda run: (run.context_parallel_size or 1) > 1)
+FSDP = Part("FSDP (--use-megatron-fsdp, --use-torch-fsdp2)", args.uses_fsdp, "use Megatron's DDP")
 FP32 = Part("fp32", lambda run: not (run.bf16 or run.fp16), "--bf16")
 NOT_BF16 = Part("a dtype other than bf16", lambda run: not run.bf16, "--bf16")
 DELAYED_FP8 = Part(
@@ -123,8 +104,8 @@ WHOLE_STEP_GRAPHS = Part(
 EXPERT_GRAPHS = Part(
     "--cuda-graph-impl local of MoE layers",
     lambda run: (
-        has_experts(run)
-        and any(captures(run, part) for part in ("moe", "moe_router", "moe_preprocess"))
+        args.has_experts(run)
+        and any(args.captures(run, part) for part in ("moe", "moe_router", "moe_preprocess"))
         and _graphs("local")(run)
     ),
     "--cuda-graph-impl transformer_engine or none",
@@ -136,7 +117,7 @@ GRAPHS_WITH_DROPOUT = Part(
 )
 GRAPHS_OF_RECOMPUTED_STREAMS = Part(
     "--cuda-graph-impl {} with --recompute-modules mhc",
-    lambda run: recomputes(run, "mhc") and _graphs("local", "transformer_engine")(run),
+    lambda run: args.recomputes(run, "mhc") and _graphs("local", "transformer_engine")(run),
     "--cuda-graph-impl none",
 )
 MAMBA_GRAPHS = Part(
@@ -151,23 +132,23 @@ GRAPHS_OF_ONE_ATTENTION = Part(
 )
 GRAPHS_OF_SOME_LAYERS = Part(
     "--cuda-graph-impl local of {}, which capture the attention of only some layers,",
-    captures_some_layers,
+    args.captures_some_layers,
     "--cuda-graph-impl transformer_engine or none",
 )
 LAYOUT_WITH_MTP = Part(
     "--pipeline-model-parallel-layout with MTP depths",
-    lambda run: mtp_depths(run) and run.pipeline_model_parallel_layout,
+    lambda run: args.mtp_depths(run) and run.pipeline_model_parallel_layout,
 )
 TP_OVERLAP_WITH_MTP = Part(
-    "--tp-comm-overlap with MTP depths", lambda run: mtp_depths(run) and run.tp_comm_overlap
+    "--tp-comm-overlap with MTP depths", lambda run: args.mtp_depths(run) and run.tp_comm_overlap
 )
 SEVERAL_DEPTHS = Part(
-    "more than one MTP depth", lambda run: mtp_depths(run) > 1, "train one MTP depth"
+    "more than one MTP depth", lambda run: args.mtp_depths(run) > 1, "train one MTP depth"
 )
-HYBRID = Part("a hybrid model", layer_pattern, "train a GPT model")
+HYBRID = Part("a hybrid model", args.layer_pattern, "train a GPT model")
 RECOMPUTED_MLP = Part(
     "--recompute-modules mhc mlp",
-    lambda run: recomputes(run, "mhc") and recomputes(run, "mlp"),
+    lambda run: args.recomputes(run, "mhc") and args.recomputes(run, "mlp"),
     "name only one of the two in --recompute-modules",
 )
 FUSED_UNDER_FSDP = Part(
@@ -184,14 +165,10 @@ OFFLOADED_NORMS = Part(
     "--offload-modules attn_norm or mlp_norm with --recompute-modules mhc",
     lambda run: (
         run.fine_grained_activation_offloading
-        and recomputes(run, "mhc")
+        and args.recomputes(run, "mhc")
         and {"attn_norm", "mlp_norm"} & {*(run.offload_modules or ())}
     ),
     "name other modules in --offload-modules",
-)
-HETEROGENEOUS = Part(
-    "--heterogeneous-layers-config-path",
-    _given("heterogeneous_layers_config_path", "heterogeneous_block_specs"),
 )
 PACKED_DOCUMENTS = Part(
     "packed_documents",
@@ -206,7 +183,7 @@ TRAINED_GRAPHS = Part(
 DROPLESS_EXPERTS = Part(
     "the capture of complete MoE layers whose experts drop no tokens",
     lambda run: (
-        has_experts(run)
+        args.has_experts(run)
         and _graphs("local", "transformer_engine", of="moe")(run)
         and not (run.moe_expert_capacity_factor and run.moe_pad_expert_input_to_capacity)
     ),
@@ -224,11 +201,8 @@ DENSE_LOSS_OF_PARTS = Part(
 )
 CUDNN_WITHOUT_DENSE_LOSS = Part(
     "--dsa-kernel-backend cudnn with context parallelism or shared keys",
-    lambda run: CUDNN_DSA.used(run) and (CONTEXT_PARALLEL.used(run) or shares_dsa_keys(run)),
+    lambda run: CUDNN_DSA.used(run) and (CONTEXT_PARALLEL.used(run) or args.shares_dsa_keys(run)),
     "--dsa-kernel-backend none",
-)
-SAVED_LOGITS = Part(
-    "--logits-save-dir or --logits-load-dir", _given("logits_save_dir", "logits_load_dir")
 )
 UNFUSED_ATTENTION = Part(
     "--attention-backend unfused", lambda run: str(run.attention_backend).endswith("unfused")
@@ -256,7 +230,7 @@ UNSUPPORTED: Mapping[Part, Mapping[Part | str, str]] = {
         "--fp32-residual-connection": "The streams have the type of the model.",
         EXPERT_OVERLAP: "Its schedule calls the parts of a layer, not the layer.",
         "--inference-fuse-tp-communication": "It adds a single residual inside its own kernel.",
-        HETEROGENEOUS: "Layers that lack a sub-layer have not been tested.",
+        "--heterogeneous-layers-config-path": "Layers that lack a sub-layer have not been tested.",
         "--mtp-detach-heads": "A depth reads the streams, not the hidden states that it detaches.",
         "--mtp-hsm": "A depth reads the streams, not the hidden states that it mixes.",
         TP_OVERLAP_WITH_MTP: "Its buffers have no name for the two projections of an MTP depth.",
@@ -279,7 +253,7 @@ UNSUPPORTED: Mapping[Part, Mapping[Part | str, str]] = {
         "--fp4-format": "The width of M2RNN's projection is not a multiple of 16.",
         DELAYED_FP8: "One context is around all layers, and M2RNN's stay in bf16.",
     },
-    CLIPPED_M2RNN: {FP16: "Gradients times the scale of the loss would be clipped."},
+    CLIPPED_M2RNN: {"--fp16": "Gradients times the scale of the loss would be clipped."},
     EMBEDDINGS: {
         FSDP: "The copy of the MTP stage would get a part of the gradient of another part.",
         "--use-mup": "How their learning rates scale with the width has not been derived.",
@@ -313,7 +287,8 @@ UNSUPPORTED: Mapping[Part, Mapping[Part | str, str]] = {
         "--defer-embedding-wgrad-compute": (
             "The gradient of the head's weight is computed together with the loss."
         ),
-        SAVED_LOGITS: "The logits are never computed.",
+        "--logits-save-dir": "The logits are never computed.",
+        "--logits-load-dir": "The logits are never computed.",
         "--config-logger-dir": "Megatron would write logits there, which are not computed.",
     },
     CUDA_GRAPHS_OF_LAYERS: {

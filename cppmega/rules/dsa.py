@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from cppmega.rules.combinations import DENSE_LOSS, DENSE_STEPS, TILELANG_DSA
-from cppmega.rules.questions import uses_dsa
-from cppmega.rules.rule import Pages, Part, Rule, Run, Table, stated
+from cppmega.rules.rule import Part, Rule, Run, Table, stated
 from cppmega.sizes import dsa_loss, dsa_widths
+from cppmega.sizes.megatron_args import uses_dsa
 
 DENSE_LOSS_KERNEL = "dsa_dense_indexer_loss"
 """Name under which a page provides the indexer's loss over all keys for every backend but cudnn."""
@@ -21,14 +21,18 @@ _MERGES_WRONGLY = ">=0.1.9.dev0,<0.1.11"
 _TILE, _BLOCK = 16, 64
 """Fewest heads of a kernel of Megatron's, and the keys that it processes at a time."""
 
-_NO_DIFFERENCE = "It would seem to be on, but no step would differ."
-
 
 def _states_no_steps(run: Run) -> bool:
     """Read the number of dense steps; what cannot be read is raised."""
     if DENSE_STEPS.used(run):
         dsa_loss.dense_steps(run.cppmega_variables)
     return False
+
+
+def _every_step_is_alike(run: Run) -> str:
+    if not run.dsa_indexer_loss_coeff:
+        return "the indexer has no loss, because dsa_indexer_loss_coeff is 0"
+    return "" if run.dsa_indexer_use_sparse_loss else "the indexer's loss is dense in every step"
 
 
 def scores(run: Any) -> str:
@@ -70,7 +74,7 @@ Reasons = Iterator[tuple[str, list[str]]]
 """What a backend declines, with the pages by which it would not."""
 
 
-def _attention(run: Run, pages: Pages) -> Reasons:
+def _attention(run: Run, pages: Any) -> Reasons:
     backend = run.dsa_kernel_backend
     widths = run.kv_lora_rank + run.qk_pos_emb_head_dim, run.kv_lora_rank
     supported = dsa_widths.supported(backend, pages.inside(dsa_widths.TILELANG))
@@ -92,7 +96,7 @@ def _attention(run: Run, pages: Pages) -> Reasons:
         yield f"{run.dsa_indexer_topk} keys per query; it supports multiples of {_BLOCK}", []
 
 
-def _indexer(run: Run, _: Pages) -> Reasons:
+def _indexer(run: Run, _: Any) -> Reasons:
     if run.dsa_kernel_backend != "tilelang":
         return
     if not run.bf16:
@@ -118,16 +122,11 @@ def _miscompiled(run: Run) -> object:
 
 _TABLE: Table = {
     DENSE_STEPS: {
-        f"{dsa_loss.GATE} is on. The indexer has no loss: dsa_indexer_loss_coeff is 0.": (
-            lambda run: not run.dsa_indexer_loss_coeff,
-            _NO_DIFFERENCE,
-            f"--dsa-indexer-loss-coeff with a value above 0, or {DENSE_STEPS.instead}",
-            "argument-without-effect",
-        ),
-        f"{dsa_loss.GATE} is on. The indexer's loss is dense in every step.": (
-            lambda run: not run.dsa_indexer_use_sparse_loss,
-            _NO_DIFFERENCE,
-            f"--dsa-indexer-use-sparse-loss, or {DENSE_STEPS.instead}",
+        f"{dsa_loss.GATE} is on, and {{how}}.": (
+            _every_step_is_alike,
+            "It would seem to be on, but no step would differ.",
+            "--dsa-indexer-use-sparse-loss, with --dsa-indexer-loss-coeff above 0; or "
+            f"{DENSE_STEPS.instead}",
             "argument-without-effect",
         ),
     },

@@ -8,21 +8,14 @@ from typing import Any
 
 from cppmega.errors import CppmegaError
 from cppmega.host import env
-from cppmega.rules.questions import layer_pattern, uses_dsa, variables
 from cppmega.rules.rule import Rule, Run
 from cppmega.sizes import dsa_layers as kinds
+from cppmega.sizes.megatron_args import uses_dsa, variables
 
 _PART = "DSA layers that share keys"
 _WEIGHT = re.compile(r"(.*)\.core_attention\.indexer\.")
 _STACKED = re.compile(r"(.*\.layers)\.(?!\d)")
 """A tensor that stacks one weight of all layers, as homogeneous models are saved."""
-
-_UNEVEN = (
-    *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers"),
-    *("decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split"),
-    "account_for_loss_in_pipeline_split",
-)
-"""Arguments that make stages differ in length."""
 
 
 def sources(args: Any) -> kinds.Sources:
@@ -34,7 +27,7 @@ def sources(args: Any) -> kinds.Sources:
     asked = _is_asked(args)
     pattern = env.DSA_INDEX_PATTERN.read(variables(args)) if asked else ""
     frequency, offset = kinds.options_of(args)
-    return kinds.decide(pattern, frequency, offset, _layers(args), asked=asked)
+    return kinds.decide(pattern, frequency, offset, kinds.layers_of(args), asked=asked)
 
 
 def indexed_layers(names: Iterable[str]) -> list[str]:
@@ -67,7 +60,7 @@ def _check(run: Run) -> bool:
     """Read the kinds of the layers; whatever they contradict is raised."""
     if uses_dsa(run):
         layers = sources(run)
-        for stage in _stages(run):
+        for stage in kinds.stages_of(run):
             kinds.check_stage(layers, stage)
     return False
 
@@ -89,27 +82,6 @@ def _lacking(run: Run) -> dict[str, str]:
         return {}  # one tensor stacks the weights of all layers
     names = (f"layers.{number - 1}.self_attention" for number in full)
     return _missing([f"decoder.{name}" for name in names if name not in ends], held)
-
-
-def _layers(args: Any) -> list[int]:
-    if pattern := layer_pattern(args):
-        return kinds.dsa_layers(pattern.partition("/")[0].replace("|", ""))
-    return list(range(1, args.num_layers + 1))
-
-
-def _stages(args: Any) -> list[list[int]]:
-    """The DSA layers of every stage; none if the stages differ in length.
-
-    Such stages are checked when the model is built.
-    """
-    pattern = layer_pattern(args).partition("/")[0]
-    if "|" in pattern:
-        return kinds.marked_stages(pattern)
-    if any(getattr(args, name, None) for name in _UNEVEN):
-        return []
-    stages = getattr(args, "pipeline_model_parallel_size", None) or 1
-    stages *= 1 if pattern else getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
-    return kinds.even_stages(pattern or kinds.LETTER * args.num_layers, stages)
 
 
 _NOT_SAVED = Rule(

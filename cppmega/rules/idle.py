@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from cppmega.rules.questions import cuda_graphs, layer_pattern, mtp_depths, recomputes, uses_dsa
-from cppmega.rules.rule import Rule, destination
+from cppmega.rules.rule import Rule
+from cppmega.sizes import megatron_args as args
 
 _NEEDED = {
     "--fp8-recipe --fp8-margin --fp8-amax-history-len --fp8-amax-compute-algo": "--fp8-format",
@@ -36,7 +36,7 @@ def _no_stated_depth(run: Any) -> bool:
 
 _UNREAD: dict[str, tuple[Callable[[Any], bool], str]] = {
     "--cuda-graph-scope --cuda-graph-modules": (
-        lambda run: cuda_graphs(run) == "none",
+        lambda run: args.cuda_graphs(run) == "none",
         "no CUDA graph is captured without --cuda-graph-impl",
     ),
     "--recompute-modules": (
@@ -44,20 +44,20 @@ _UNREAD: dict[str, tuple[Callable[[Any], bool], str]] = {
         "it is only read with --recompute-granularity selective",
     ),
     "--recompute-method --recompute-num-layers": (
-        lambda run: not recomputes(run),
+        lambda run: not args.recomputes(run),
         "it is only read with --recompute-granularity full",
     ),
     "--dsa-kernel-backend --dsa-indexer-topk": (
-        lambda run: not uses_dsa(run),
+        lambda run: not args.uses_dsa(run),
         "no layer is DSA",
     ),
     "--softmax-type --window-size --window-attn-skip-freq": (
-        lambda run: uses_dsa(run) and not {"*", "+"} & {*layer_pattern(run)},
+        lambda run: args.uses_dsa(run) and not {"*", "+"} & {*args.layer_pattern(run)},
         "no attention but DSA's is in the model, which never reads it",
     ),
     "--mla-down-proj-fusion": (
         # Hybrid stacks build it since 0.19, for the letter of MLA, which older releases lack.
-        lambda run: layer_pattern(run) != "" and "+" not in layer_pattern(run),
+        lambda run: args.layer_pattern(run) != "" and "+" not in args.layer_pattern(run),
         "a hybrid model fuses the down projections of its MLA layers (+, since 0.19) only",
     ),
     "--mtp-num-layers": (
@@ -65,7 +65,7 @@ _UNREAD: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a hybrid model has the MTP depths of its --hybrid-layer-pattern, after a /",
     ),
     "--mtp-loss-scaling-factor": (
-        lambda run: not mtp_depths(run),
+        lambda run: not args.mtp_depths(run),
         "the model has no MTP depth",
     ),
     "--rotary-base --rotary-percent": (
@@ -92,10 +92,9 @@ def _rule(flags: str, unread: Callable[[Any], bool], reason: str) -> Rule:
 
 
 def _needs(flag: str) -> tuple[Callable[[Any], bool], str]:
-    return lambda run: not getattr(run, destination(flag)), f"it is only read with {flag}"
+    name = args.destination(flag)
+    return lambda run: not getattr(run, name), f"it is only read with {flag}"
 
 
-RULES = (
-    *(_rule(flags, *_needs(needed)) for flags, needed in _NEEDED.items()),
-    *(_rule(flags, *row) for flags, row in _UNREAD.items()),
-)
+_UNREAD |= {flags: _needs(needed) for flags, needed in _NEEDED.items()}
+RULES = tuple(_rule(flags, *row) for flags, row in _UNREAD.items())

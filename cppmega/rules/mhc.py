@@ -7,21 +7,20 @@ from typing import Any
 
 from cppmega.ops.common.mhc_streams import STREAMS
 from cppmega.rules.combinations import MHC
-from cppmega.rules.questions import recomputes
-from cppmega.rules.rule import Part, Table, destination, stated
+from cppmega.rules.rule import Table, stated
+from cppmega.sizes.megatron_args import destination, recomputes
 
 HEAD = "hc_head_fn"
 """The weight of the learned contraction, which earlier forms of mHC lack."""
 
+_STREAMS = "--mhc-num-residual-streams"
 _LEAST = {
-    "--mhc-num-residual-streams": 1,
+    _STREAMS: 1,
     "--mhc-sinkhorn-iterations": 1,
     "--mhc-init-gating-factor": 0,
     "--mhc-recompute-layer-num": 1,
 }
 _NO_EFFECT = "argument-without-effect"
-_OTHER_MODEL = "checkpoint-of-another-model"
-_ANOTHER = "Loaded into this model, it would define a different one, or keys would be missing."
 
 
 def _below(option: str, least: int) -> Callable[[Any], object]:
@@ -39,18 +38,20 @@ def _not_fused(run: Any) -> object:
     return run.use_fused_mhc and _is_enabled(run) and wrong and {"streams": streams}
 
 
-def _was_saved(run: Any) -> bool:
-    return any("hyper_connection" in name for name in run.saved)
-
-
-def _saved_streams(run: Any) -> int | None:
-    """The number of streams that the contraction of a checkpoint reads, if it has a learned one."""
-    return next((shape[0] for name, shape in run.saved.items() if name.endswith(HEAD)), None)
-
-
-def _other_streams(run: Any) -> object:
-    streams, saved = run.mhc_num_residual_streams, _saved_streams(run)
-    return saved and streams not in (None, saved) and {"saved": saved}
+def _saved_otherwise(run: Any) -> object:
+    """Whether the checkpoint has other streams, and with which this run could resume from it."""
+    streams = next((shape[0] for name, shape in run.saved.items() if name.endswith(HEAD)), None)
+    saved = any("hyper_connection" in name for name in run.saved)
+    if not MHC.used(run):
+        return saved and {"streams": "hyper-connections", "cure": "--enable-mhc-connections"}
+    if not saved:
+        none = "resume without --enable-mhc-connections"
+        return run.saved and {"streams": "one residual stream", "cure": none}
+    if streams is None:  # main of August 2026, or dev before June
+        mean = "streams that end in their mean, and not in a learned contraction"
+        return {"streams": mean, "cure": "resume with the Megatron that saved it"}
+    other = run.mhc_num_residual_streams not in (None, streams)
+    return other and {"streams": f"{streams} streams", "cure": f"{_STREAMS} {streams}"}
 
 
 _TABLE: Table = {
@@ -73,11 +74,11 @@ _TABLE: Table = {
             "another number of streams, or --set use_fused_mhc=False (without a recipe, leave "
             "--use-fused-mhc out)",
         ),
-        "The checkpoint is that of a model with hyper-connections.": (
-            lambda run: _was_saved(run) and not MHC.used(run),
-            _ANOTHER,
-            "resume with --enable-mhc-connections, or from another checkpoint",
-            _OTHER_MODEL,
+        "The checkpoint is that of a model with {streams}.": (
+            _saved_otherwise,
+            "Loaded into this model, it would define a different one, or keys would be missing.",
+            "{cure}, or another checkpoint",
+            "checkpoint-of-another-model",
         ),
     },
     MHC: {
@@ -87,27 +88,6 @@ _TABLE: Table = {
             f"another value of {option}",
         )
         for option, least in _LEAST.items()
-    },
-    Part(MHC.name, lambda run: run.saved and MHC.used(run)): {
-        "The checkpoint is that of a model with one residual stream.": (
-            lambda run: not _was_saved(run),
-            _ANOTHER,
-            "resume without --enable-mhc-connections, or from another checkpoint",
-            _OTHER_MODEL,
-        ),
-        "The checkpoint is that of a model whose streams end in their mean (main of August 2026, "
-        "or dev before June).": (
-            lambda run: _was_saved(run) and _saved_streams(run) is None,
-            "It mixes streams by another matrix: loaded here, it would define another model.",
-            "resume with the Megatron that saved it, or from another checkpoint",
-            _OTHER_MODEL,
-        ),
-        "The checkpoint is that of a model with {saved} streams, not {mhc_num_residual_streams}.": (
-            _other_streams,
-            _ANOTHER,
-            "--mhc-num-residual-streams {saved}, or another checkpoint",
-            _OTHER_MODEL,
-        ),
     },
 }
 

@@ -19,17 +19,17 @@ def _sized(
     """A question about a mixer's sizes, which the sentences may name, and the run."""
 
     def asked(run: Any) -> object:
-        own = sizes(run.cppmega_variables)
-        return wrong(own, run) and {"sizes": own, "ranks": _ranks(run)}
+        own, hidden = sizes(run.cppmega_variables), run.hidden_size
+        if hidden is None or not wrong(own, run):
+            return False
+        return {"sizes": own, "heads": own.heads(hidden), "ranks": _ranks(run)}
 
     return asked
 
 
 def _heads_do_not_divide(sizes: mixers.Mamba3, run: Any) -> bool:
-    hidden = run.hidden_size
-    if hidden is None:
-        return False
-    return bool(sizes.expand * hidden % sizes.head_dim or sizes.heads(hidden) % sizes.groups)
+    channels = sizes.expand * run.hidden_size
+    return bool(channels % sizes.head_dim or sizes.heads(run.hidden_size) % sizes.groups)
 
 
 def _ranks(run: Any) -> int:
@@ -37,13 +37,9 @@ def _ranks(run: Any) -> int:
     return (run.tensor_model_parallel_size or 1) * (run.context_parallel_size or 1)
 
 
-def _heads_of_m2rnn_not_shared(run: Any) -> object:
-    sizes, ranks = mixers.m2rnn(run.cppmega_variables), _ranks(run)
-    if sizes is None or run.hidden_size is None:
-        return False
-    heads = sizes.heads(run.hidden_size)
-    wrong = sizes.key_dim % (run.tensor_model_parallel_size or 1) or 0 < heads < ranks
-    return wrong and {"sizes": sizes, "heads": heads, "ranks": ranks}
+def _heads_of_m2rnn_not_shared(sizes: mixers.M2RNN, run: Any) -> bool:
+    part_of_key = sizes.key_dim % (run.tensor_model_parallel_size or 1)
+    return bool(part_of_key or 0 < sizes.heads(run.hidden_size) < _ranks(run))
 
 
 def _other_definition(run: Any) -> object:
@@ -75,15 +71,13 @@ _TABLE: Table = {
     M2RNN: {
         "A width of {hidden_size} is less than an M2RNN key of {sizes.key_dim} and a value of "
         "{sizes.value_dim}.": (
-            _sized(
-                mixers.m2rnn, lambda own, run: run.hidden_size and own.heads(run.hidden_size) < 1
-            ),
+            _sized(mixers.m2rnn, lambda own, run: own.heads(run.hidden_size) < 1),
             "The mixer would have no head.",
             "a smaller key_dim or value_dim in the recipe's field m2rnn",
         ),
         "{heads} heads of M2RNN and a key of {sizes.key_dim} cannot be split over {ranks} tensor- "
         "and context-parallel ranks.": (
-            _heads_of_m2rnn_not_shared,
+            _sized(mixers.m2rnn, _heads_of_m2rnn_not_shared),
             "Every rank has a head, and every tensor-parallel rank an equal part of the key.",
             "a tensor_model_parallel_size that divides key_dim, and not more ranks than heads",
         ),

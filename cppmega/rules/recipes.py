@@ -5,6 +5,7 @@ A question is asked about the recipe itself, and sentences name its fields.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -27,24 +28,75 @@ _WIDTHS = (
 )
 
 
-def _unset(*names: str) -> Callable[[Any], object]:
-    """Whether sizes that have no default are not set, and which."""
+_SIZES = {
+    "MLA and DSA layers": (
+        "+D",
+        ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    ),
+    "DSA layers": ("D", ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")),
+    "MoE layers": ("E", ("num_experts", "moe_ffn_hidden_size")),
+    "M2RNN layers": ("R", ("m2rnn",)),
+}
+"""By kind of layer: its letters, and the fields that it needs and that have no default."""
 
-    def unset(recipe: Any) -> object:
-        missing = [name for name in names if getattr(recipe, name) is None]
-        return missing and {"unset": ", ".join(missing)}
+_NEEDS: Mapping[str, tuple[Mapping[str, object], str]] = {
+    "num_layers": ({"pattern": ""}, "The pattern counts them, and two sources can disagree."),
+    "mtp_num_layers": ({"pattern": ""}, "The pattern counts them, and two sources can disagree."),
+    "pattern": ({"kind": "hybrid"}, "Only hybrid models are built from one."),
+    "mamba2": ({"mamba3": None}, "The layers M of a model have one mixer."),
+    "num_query_groups": ({"uses_mla": False}, "MLA has no groups."),
+    "dsa_dense_loss_steps": ({"uses_dsa": True}, "No step would differ."),
+    "moe_router_enable_expert_bias": (
+        {"moe_router_score_function": "sigmoid"},
+        "Megatron refuses it.",
+    ),
+    "moe_flex_dispatcher_backend": (
+        {"moe_token_dispatcher_type": "flex"},
+        "It would have no effect.",
+    ),
+    "overlap_param_gather": (
+        {"overlap_grad_reduce": True, "use_distributed_optimizer": True},
+        "Megatron refuses it.",
+    ),
+    "dist_ckpt_optim_fully_reshardable": (
+        {"use_distributed_optimizer": True},
+        "It is a format of that optimizer's states; other optimizers always save by parameter.",
+    ),
+    "document_multiple": ({"packed_documents": True}, "There is nothing to pad."),
+}
+"""By field: what a recipe that sets it must have, and why."""
 
-    return unset
+_OF_MEGATRON = (
+    *("ngram_hash", "structure", "mhc_num_residual_streams", "dsa_dense_loss_steps"),
+    *("eval_interval", "async_save", "keep_checkpoints", "dist_ckpt_optim_fully_reshardable"),
+    *("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size"),
+)
+"""Fields that no loop reads."""
 
+_AT_MOST = (
+    ("first_dense_layers", "num_layers", "There are not so many layers."),
+    ("moe_router_topk", "num_experts", "There are not enough experts."),
+    ("dsa_indexer_topk", "seq_length", "Every key would be selected."),
+    ("qk_pos_emb_head_dim", "dsa_indexer_head_dim", "The indexer rotates as many channels."),
+)
+"""A field, the field that it must not exceed, and why."""
 
-def _contradictory(sizes: str) -> Callable[[Any], object]:
-    """The contradiction within the sizes of a part, if it has any."""
-
-    def problem(recipe: Any) -> object:
-        stated = getattr(recipe, sizes)
-        return stated is not None and stated.problem and {"problem": stated.problem}
-
-    return problem
+_TP, _CP = "tensor_model_parallel_size", "context_parallel_size"
+_PP, _VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+_MULTIPLES = (
+    ("gpus", (_TP, _CP, _PP), "Every replica of the model needs as many."),
+    ("num_layers", (_PP, _VPP), "Every stage of a GPT has the same number of layers."),
+    ("num_attention_heads", (_TP,), "Every rank computes an equal share."),
+    ("ffn_hidden_size", (_TP,), "Every rank computes an equal share."),
+    ("num_experts", ("expert_model_parallel_size",), "Every rank holds equally many experts."),
+    (
+        "global_batch_size",
+        ("micro_batch_size", "data_parallel_size"),
+        "No rank may get a part of a micro-batch.",
+    ),
+    ("seq_length", ("document_multiple",), "The last document of a pack would not fit into it."),
+)
+"""A field, those of whose product it must be a multiple, and why."""
 
 
 def _is_loop(recipe: Any) -> bool:
@@ -88,11 +140,56 @@ def _unaligned(recipe: Any) -> Iterator[Mapping[str, object]]:
             yield {"field": name, "width": width, "multiple": multiple, "better": better}
 
 
-def _gpus_do_not_split(recipe: Any) -> object:
-    model = recipe.tensor_model_parallel_size * recipe.pipeline_model_parallel_size
-    model *= recipe.context_parallel_size
-    gpus = counted(recipe.gpus, "GPU")
-    return max(recipe.gpus, 1) % model and {"model": model, "counted": gpus}
+def _without_sizes(letters: str, names: tuple[str, ...]) -> Callable[[Any], object]:
+    def unset(recipe: Any) -> object:
+        missing = [name for name in names if getattr(recipe, name) is None]
+        return {*letters} & {*recipe.layout.letters} and missing and {"unset": ", ".join(missing)}
+
+    return unset
+
+
+def _is_set(recipe: Any, field: str) -> bool:
+    default = type(recipe).__dataclass_fields__[field].default
+    return bool(getattr(recipe, field) != default)
+
+
+def _words(needed: Mapping[str, object]) -> str:
+    return " and ".join(f"{name}={value!r}" for name, value in needed.items())
+
+
+def _in_a_loop(field: str) -> Callable[[Any], object]:
+    return lambda recipe: _is_loop(recipe) and _is_set(recipe, field)
+
+
+def _lacks(field: str, needed: Mapping[str, object]) -> Callable[[Any], object]:
+    return lambda recipe: (
+        _is_set(recipe, field)
+        and any(getattr(recipe, name) != value for name, value in needed.items())
+    )
+
+
+def _exceeds(field: str, limit: str) -> Callable[[Any], object]:
+    return lambda recipe: (
+        None not in (value := getattr(recipe, field), most := getattr(recipe, limit))
+        and value > most
+    )
+
+
+def _no_multiple(field: str, factors: tuple[str, ...]) -> Callable[[Any], object]:
+    def remainder(recipe: Any) -> object:
+        value = getattr(recipe, field) or 0
+        multiple = math.prod(getattr(recipe, factor) for factor in factors)
+        better = -(-value // multiple) * multiple
+        return value % multiple and {"multiple": multiple, "better": better}
+
+    return remainder
+
+
+def _contradictory(recipe: Any) -> Iterator[Mapping[str, str]]:
+    for name in ("mamba3", "ngram_hash"):
+        sizes = getattr(recipe, name)
+        if sizes is not None and sizes.problem:
+            yield {"field": name, "problem": sizes.problem}
 
 
 def _incomplete_groups(recipe: Any) -> object:
@@ -143,12 +240,47 @@ _TABLE: Table = {
             "No installed version could be compared with it.",
         ),
     },
-    Part("layers of hybrid models", _is_hybrid): {
-        "a hybrid recipe sets num_layers or mtp_num_layers.": (
-            lambda recipe: recipe.num_layers or recipe.mtp_num_layers,
-            "Both are counted from the pattern; two sources can disagree.",
-            "--set num_layers=0 --set mtp_num_layers=0",
+    "ranks": {
+        "gpus={gpus} is not supported with kind={kind!r}.": (
+            lambda recipe: (recipe.gpus == 0) != _is_loop(recipe),
+            "Only a loop, of kind 'loop', runs without a GPU.",
         ),
+    },
+    "fields": {
+        **{
+            f"{layers} need {{unset}}.": (_without_sizes(*row), "Such sizes have no default.")
+            for layers, row in _SIZES.items()
+        },
+        **{
+            f"{field}={{{field}!r}} in a loop.": (
+                _in_a_loop(field),
+                "Only models that Megatron trains have it.",
+            )
+            for field in _OF_MEGATRON
+        },
+        **{
+            f"{field}={{{field}!r}} needs {_words(needed)}.": (
+                _lacks(field, needed),
+                reason,
+                f"--set {field}=..., or a recipe with {_words(needed)}",
+            )
+            for field, (needed, reason) in _NEEDS.items()
+        },
+        **{
+            f"{field}={{{field}}} exceeds {limit}={{{limit}}}.": (_exceeds(field, limit), reason)
+            for field, limit, reason in _AT_MOST
+        },
+        **{
+            f"{field}={{{field}}} is not a multiple of {' x '.join(factors)} = {{multiple}}.": (
+                _no_multiple(field, factors),
+                reason,
+                f"--set {field}={{better}}, or other values of {' and '.join(factors)}",
+            )
+            for field, factors, reason in _MULTIPLES
+        },
+        "{field} has {problem}.": (_contradictory, "No kernel computes it."),
+    },
+    Part("layers of hybrid models", _is_hybrid): {
         "Pattern {pattern!r} {how}, and the recipe has PP {pipeline_model_parallel_size} x "
         "VPP {virtual_pipeline_model_parallel_size} = {stages} stages.": (
             _marks_differ,
@@ -163,55 +295,15 @@ _TABLE: Table = {
         ),
     },
     Part("layers of GPT models", lambda recipe: not _is_hybrid(recipe)): {
-        "a {kind} recipe has a pattern.": (
-            lambda recipe: recipe.pattern,
-            "Only hybrid models are built from one.",
-            "--set kind=hybrid, or --set pattern=",
-        ),
         "num_layers=0.": (
             lambda recipe: not recipe.num_layers,
             "A model has at least one layer.",
-        ),
-        "first_dense_layers={first_dense_layers} of {num_layers} layers.": (
-            lambda recipe: recipe.first_dense_layers > recipe.num_layers,
-            "first_dense_layers cannot exceed num_layers.",
-        ),
-        "num_layers={num_layers} does not divide into PP {pipeline_model_parallel_size} x VPP "
-        "{virtual_pipeline_model_parallel_size} = {stages} stages.": (
-            lambda recipe: recipe.num_layers % recipe.stages,
-            "Every stage of a GPT has the same number of layers.",
         ),
     },
     "mixers": {
         "its pattern has M without mamba2 or mamba3.": (
             lambda recipe: _has("M")(recipe) and not (recipe.mamba2 or recipe.mamba3),
             "These are the sizes of that mixer.",
-        ),
-        "its pattern has R without m2rnn.": (
-            lambda recipe: _has("R")(recipe) and not recipe.m2rnn,
-            "These are the sizes of that mixer.",
-        ),
-        "mamba2 and mamba3 are both set.": (
-            lambda recipe: recipe.mamba2 and recipe.mamba3,
-            "The layers M of a model have one mixer.",
-            "--set mamba2=None, or --set mamba3=None",
-        ),
-        "mamba3 has {problem}.": (_contradictory("mamba3"), "No kernel computes it."),
-    },
-    "n-gram and structure embeddings": {
-        "ngram_hash has {problem}.": (
-            _contradictory("ngram_hash"),
-            "Every head of every order reads its own table.",
-        ),
-    },
-    Part("MLA", lambda recipe: recipe.uses_mla): {
-        "MLA and DSA layers need {unset}.": (
-            _unset("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
-            "They have no default.",
-        ),
-        "num_query_groups is set with MLA.": (
-            lambda recipe: recipe.num_query_groups is not None,
-            "MLA has no groups.",
         ),
     },
     Part("attention without MLA", lambda recipe: not recipe.uses_mla): {
@@ -230,64 +322,12 @@ _TABLE: Table = {
             "Megatron's GPT builder stops on it; its hybrid builder makes the same layers.",
             "--set kind=hybrid --set pattern=D-DE/DE --set num_layers=0 --set mtp_num_layers=0",
         ),
-        "DSA layers need {unset}.": (
-            _unset("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"),
-            "They have no default.",
-        ),
-        "dsa_indexer_topk exceeds seq_length.": (
-            lambda recipe: (recipe.dsa_indexer_topk or 0) > recipe.seq_length,
-            "Every key would be selected.",
-        ),
-        "dsa_indexer_head_dim is smaller than qk_pos_emb_head_dim.": (
-            lambda recipe: (recipe.dsa_indexer_head_dim or 0) < (recipe.qk_pos_emb_head_dim or 0),
-            "The indexer rotates that many channels of each head.",
-        ),
         "dsa_indexer_head_dim={dsa_indexer_head_dim} is not a power of two.": (
             lambda recipe: (head := recipe.dsa_indexer_head_dim or 1) & (head - 1),
             "The indexer's Hadamard rotation only supports powers of two.",
         ),
     },
-    Part("the dense steps of DSA's indexer", lambda recipe: recipe.dsa_dense_loss_steps): {
-        "dsa_dense_loss_steps without DSA layers that Megatron trains.": (
-            lambda recipe: _is_loop(recipe) or not recipe.uses_dsa,
-            "No step would differ.",
-            "--set dsa_dense_loss_steps=0",
-        ),
-        "dsa_dense_loss_steps without a sparse indexer loss to follow.": (
-            lambda recipe: (
-                not recipe.dsa_indexer_use_sparse_loss or recipe.dsa_indexer_loss_coeff <= 0
-            ),
-            "The loss would be the same in every step.",
-            "--set dsa_indexer_use_sparse_loss=true, with dsa_indexer_loss_coeff above 0; or --set "
-            "dsa_dense_loss_steps=0",
-        ),
-    },
-    Part("experts", _has("E")): {
-        "MoE layers need {unset}.": (
-            _unset("num_experts", "moe_ffn_hidden_size"),
-            "They have no default.",
-        ),
-        "moe_router_topk exceeds num_experts.": (
-            lambda recipe: recipe.moe_router_topk > (recipe.num_experts or 0),
-            "There are not enough experts.",
-        ),
-        "the expert bias needs sigmoid scores.": (
-            lambda recipe: (
-                recipe.moe_router_enable_expert_bias
-                and recipe.moe_router_score_function != "sigmoid"
-            ),
-            "Megatron refuses it.",
-        ),
-    },
     "the token dispatcher": {
-        "moe_flex_dispatcher_backend={moe_flex_dispatcher_backend!r} without the dispatcher "
-        "flex.": (
-            lambda recipe: (
-                recipe.moe_flex_dispatcher_backend and recipe.moe_token_dispatcher_type != "flex"
-            ),
-            "It would have no effect.",
-            "--set moe_token_dispatcher_type=flex, or --set moe_flex_dispatcher_backend=None",
-        ),
         "DeepEP has no ranks to dispatch tokens to: TP x EP is 1.": (
             lambda recipe: (
                 recipe.moe_token_dispatcher_type == "flex"
@@ -307,22 +347,7 @@ _TABLE: Table = {
             "width-not-aligned",
         ),
     },
-    "ranks": {
-        "gpus={gpus} is not supported with kind={kind!r}.": (
-            lambda recipe: (recipe.gpus == 0) != _is_loop(recipe),
-            "Only a loop, of kind 'loop', runs without a GPU.",
-        ),
-        "{counted} cannot be split into TP x CP x PP = {model}.": (
-            _gpus_do_not_split,
-            "Every replica of the model needs TP x CP x PP of them.",
-        ),
-        "{num_experts} experts do not divide into EP {expert_model_parallel_size}.": (
-            lambda recipe: (
-                recipe.expert_model_parallel_size > 1
-                and (recipe.num_experts or 1) % recipe.expert_model_parallel_size
-            ),
-            "Every rank holds the same number of experts.",
-        ),
+    "expert parallelism": {
         "EP {expert_model_parallel_size} does not divide the {data_parallel_size} "
         "data-parallel ranks.": (
             lambda recipe: (
@@ -332,26 +357,6 @@ _TABLE: Table = {
                 % recipe.expert_model_parallel_size
             ),
             "Experts are spread over them.",
-        ),
-        "{field} does not divide by TP {tensor_model_parallel_size}.": (
-            lambda recipe: (
-                {"field": name}
-                for name in ("num_attention_heads", "ffn_hidden_size")
-                if getattr(recipe, name) % recipe.tensor_model_parallel_size
-            ),
-            "Every rank computes an equal share.",
-        ),
-    },
-    "batches": {
-        "global_batch_size={global_batch_size} is not a multiple of micro_batch_size x "
-        "data-parallel ranks = {micro_batch_size} x {data_parallel_size}.": (
-            lambda recipe: (
-                recipe.global_batch_size
-                % (passes := recipe.micro_batch_size * recipe.data_parallel_size)
-                and {"passes": passes}
-            ),
-            "Some rank would get a part of a micro-batch.",
-            "--set global_batch_size={passes}",
         ),
     },
     Part(
@@ -370,42 +375,6 @@ _TABLE: Table = {
             "--set global_batch_size={more}",
         ),
     },
-    "the optimizer": {
-        "overlap_param_gather without overlap_grad_reduce and the distributed optimizer.": (
-            lambda recipe: (
-                recipe.overlap_param_gather
-                and not (recipe.overlap_grad_reduce and recipe.use_distributed_optimizer)
-            ),
-            "Megatron refuses it.",
-        ),
-        "dist_ckpt_optim_fully_reshardable without Megatron's distributed optimizer.": (
-            lambda recipe: (
-                recipe.dist_ckpt_optim_fully_reshardable
-                and (_is_loop(recipe) or not recipe.use_distributed_optimizer)
-            ),
-            "It is a format of that optimizer's states; other optimizers always save by parameter.",
-            "--set dist_ckpt_optim_fully_reshardable=false",
-        ),
-    },
-    Part("loops", _is_loop): {
-        "ngram_hash or structure in a loop, whose model has neither.": (
-            lambda recipe: recipe.adds_to_embedding,
-            "They would have no effect.",
-            "--set ngram_hash=None --set structure=None",
-        ),
-        "a loop has hyper-connections, which only Megatron's models have.": (
-            lambda recipe: recipe.uses_mhc,
-            "mhc_connections does not support it.",
-        ),
-        "eval_interval in a loop.": (
-            lambda recipe: recipe.eval_interval,
-            "A loop has its own held-out data.",
-        ),
-        "async_save or keep_checkpoints in a loop.": (
-            lambda recipe: recipe.async_save or recipe.keep_checkpoints,
-            "It has neither.",
-        ),
-    },
     Part("context parallelism", lambda recipe: recipe.context_parallel_size > 1): {
         "seq_length={seq_length} is not a multiple of 2 x CP {context_parallel_size}.": (
             lambda recipe: recipe.seq_length % (2 * recipe.context_parallel_size),
@@ -421,16 +390,6 @@ _TABLE: Table = {
             lambda recipe: recipe.cuda_graph_modules and recipe.cuda_graph_impl == "none",
             "Megatron accepts it and captures nothing.",
             "--set cuda_graph_impl=transformer_engine",
-        ),
-    },
-    "documents": {
-        "document_multiple without packed_documents.": (
-            lambda recipe: recipe.document_multiple > 1 and not recipe.packed_documents,
-            "There is nothing to pad.",
-        ),
-        "seq_length is not a multiple of document_multiple.": (
-            lambda recipe: recipe.packed_documents and recipe.seq_length % recipe.document_multiple,
-            "The last document of a pack would not fit into it.",
         ),
     },
 }

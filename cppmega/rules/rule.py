@@ -6,44 +6,11 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from operator import attrgetter
+from typing import Any
 
 from cppmega.errors import CppmegaError
-
-OTHER_NAMES = {
-    "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32",
-    "apply_layernorm_1p": "layernorm_zero_centered_gamma",
-    "check_for_nan_in_loss_and_grad": "check_for_nan_in_grad",
-    "cuda_graph_scope_deprecated": "cuda_graph_scope",
-    "ddp_average_in_collective": "average_in_collective",
-    "ddp_bucket_size": "bucket_size",
-    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
-    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
-    "fp4_param_gather": "fp4_param",
-    "fp8_param_gather": "fp8_param",
-    "hybrid_override_pattern": "hybrid_layer_pattern",  # the argument's name until 0.16
-    "norm_epsilon": "layernorm_epsilon",
-    "num_experts": "num_moe_experts",
-}
-"""Argument of Megatron's parser -> the field of a configuration, or the argument, that states the
-same."""
-
-
-def synonyms(name: str) -> list[str]:
-    """The other names of an argument, or of a configuration's field."""
-    return [
-        other for pair in OTHER_NAMES.items() for one, other in (pair, pair[::-1]) if one == name
-    ]
-
-
-class Pages(Protocol):
-    """What the pages of a tree provide; see `Patch.provides`."""
-
-    def inside(self, name: str) -> tuple[Any, ...]:
-        """The values that pages in the code provide under a name."""
-
-    def outside(self, name: str) -> Mapping[str, tuple[Any, ...]]:
-        """The pages that would provide something under a name and are not in the code."""
+from cppmega.sizes.megatron_args import destination, synonyms
 
 
 class Run:
@@ -57,7 +24,7 @@ class Run:
         saved: Mapping[str, tuple[int, ...]] | None = None,
         recipe: Any = None,
         words: Collection[str] | None = None,
-        pages: Pages | None = None,
+        pages: Any = None,
         trainer: Any = None,
     ) -> None:
         """Collect what is known.
@@ -68,7 +35,7 @@ class Run:
             saved: names and shapes of the tensors from which the run resumes.
             recipe: the recipe that the arguments come from.
             words: the options on the command line, such as `--bf16`.
-            pages: what the pages of the tree provide.
+            pages: what the pages of the tree provide; see `page_rules.ProvidedBy`.
             trainer: the trainer's options of this start.
         """
         self._options = options
@@ -141,23 +108,6 @@ class Rule:
     option: str = ""
     """What `concerns` does not support; such a rule has no `what` and raises `unsupported`."""
 
-    def errors(self, run: Any, name: str, about: str = "") -> Iterator[CppmegaError]:
-        """The errors of a run that breaks the rule.
-
-        Args:
-            name: of an error to which the rule gives none.
-            about: text before what happened, such as the name of the recipe.
-        """
-        try:
-            answer = self.when(run)
-            answer = answer if isinstance(answer, Iterator) else [answer] if answer else []
-            cases = [case if isinstance(case, Mapping) else {"how": case} for case in answer]
-        except CppmegaError as error:
-            yield error
-            return
-        for case in cases:
-            yield self.error(case, run, name, about)
-
     def error(
         self,
         case: Mapping[str, Any],
@@ -165,7 +115,14 @@ class Rule:
         name: str = "arguments-invalid",
         about: str = "",
     ) -> CppmegaError:
-        """The error of one case in which the rule is broken; see `errors`."""
+        """The error of one case in which the rule is broken, by the names and values of its answer.
+
+        Args:
+            case: the names and values.
+            run: of whose options the sentences may name others.
+            name: of the error, if the rule gives none.
+            about: text before what happened, such as the name of the recipe.
+        """
         names = _Names(run, case)
         why, cure = self.why.format_map(names), self.cure.format_map(names)
         if self.option:
@@ -182,12 +139,6 @@ class _Names(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         return getattr(self._run, name)
-
-
-def destination(flag: str) -> str:
-    """The name of an option of Megatron's command line among its parsed arguments."""
-    name = flag.removeprefix("--").replace("-", "_")
-    return {"fp8_format": "fp8", "fp4_format": "fp4"}.get(name, name)
 
 
 Row = tuple[Callable[[Any], object], str, *tuple[str, ...]]
@@ -220,17 +171,12 @@ def unsupported(part: Part, options: Mapping[Part | str, str]) -> tuple[Rule, ..
     """
     rules = []
     for option, why in options.items():
-        asked = _argument(option) if isinstance(option, str) else option
+        asked = Part(option, attrgetter(destination(option))) if isinstance(option, str) else option
         name = asked.name.replace("{}", "{how}")
         cures = asked.instead or f"leave out {name}", part.instead or "leave one of the two out"
         when = _both(part.used, asked.used)
         rules.append(Rule(when, "", why, ", or ".join(cures), concerns=part.name, option=name))
     return tuple(rules)
-
-
-def _argument(flag: str) -> Part:
-    name = destination(flag)
-    return Part(flag, lambda run: getattr(run, name))
 
 
 def _both(one: Callable[[Any], object], other: Callable[[Any], object]) -> Callable[[Any], object]:
@@ -240,14 +186,20 @@ def _both(one: Callable[[Any], object], other: Callable[[Any], object]) -> Calla
 def errors(
     rules: Iterable[Rule], run: Any, name: str = "arguments-invalid", about: str = ""
 ) -> Iterator[CppmegaError]:
-    """The errors of all rules that a run breaks, in their order; see `Rule.errors`."""
+    """The errors of all rules that a run breaks, in their order; see `Rule.error`."""
     for rule in rules:
-        yield from rule.errors(run, name, about)
+        try:
+            answer = rule.when(run)
+            for case in answer if isinstance(answer, Iterator) else [answer] if answer else []:
+                names = case if isinstance(case, Mapping) else {"how": case}
+                yield rule.error(names, run, name, about)
+        except CppmegaError as error:
+            yield error
 
 
 def check(
     rules: Iterable[Rule], run: Any, name: str = "arguments-invalid", about: str = ""
 ) -> None:
-    """Raise the first error of a run that breaks a rule; see `Rule.errors`."""
+    """Raise the first error of a run that breaks a rule; see `Rule.error`."""
     for error in errors(rules, run, name, about):
         raise error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cppmega.rules.rule import Part, Table, stated
@@ -17,8 +18,18 @@ def _nan_checks_off(run: Any) -> bool:
     return named and not run.is_own_loop  # which looks at its losses itself
 
 
-def _precision_differs(run: Any) -> bool:
-    return not run.bf16 or (run.fp8 is not None) != (run.recipe.precision == "fp8")
+def _differs(run: Any) -> Iterator[Mapping[str, object]]:
+    """What the arguments mean other than the recipe, by which the trainer works."""
+    if run.words is not None and (
+        not run.bf16 or (run.fp8 is not None) != (run.recipe.precision == "fp8")
+    ):
+        meant = f"bf16={run.bf16}, fp16={run.fp16}, fp8={run.fp8}"
+        yield {"field": "precision", "stated": run.recipe.precision, "meant": meant}
+    size = run.context_parallel_size or 1
+    if size != (stated := run.recipe.context_parallel_size):
+        yield {"field": "context_parallel_size", "stated": stated, "meant": size}
+    if run.trainer is not None and bool(run.mock_data) != run.trainer.mock_data:
+        yield {"field": "mock_data", "stated": run.trainer.mock_data, "meant": run.mock_data}
 
 
 def _heads_not_aligned(run: Any) -> object:
@@ -35,12 +46,11 @@ _TABLE: Table = {
             "nan-checks-off",
         ),
     },
-    Part("precision", lambda run: None not in (run.recipe, run.words)): {
-        "Recipe {recipe.name} declares {recipe.precision}; the arguments mean bf16={bf16}, "
-        "fp16={fp16}, fp8={fp8}.": (
-            _precision_differs,
-            "The result would be filed under a precision it did not have.",
-            "--set precision=..., or recipe.with_(precision=...), instead of an argument",
+    Part("recipes", lambda run: run.recipe is not None): {
+        "Recipe {recipe.name} is trained with {field}={stated}; the arguments mean {meant}.": (
+            _differs,
+            "The trainer works, and files its result, by the recipe.",
+            "--set {field}=..., or for mock data the trainer's --mock-data, instead of an argument",
             "recipe-differs",
         ),
     },
@@ -58,23 +68,6 @@ _TABLE: Table = {
             "Transformer Engine refuses such matrices, or pads them, which is slow.",
             "--bf16 without --fp8-format (--set precision=bf16), or another number of heads",
             "width-not-aligned",
-        ),
-    },
-    Part("context parallelism", lambda run: run.recipe is not None): {
-        "Recipe {recipe.name} has CP {recipe.context_parallel_size}; the arguments mean "
-        "--context-parallel-size {context_parallel_size}.": (
-            lambda run: (run.context_parallel_size or 1) != run.recipe.context_parallel_size,
-            "The trainer splits sequences by the recipe, and every rank would train on all of one.",
-            "--set context_parallel_size=..., instead of an argument",
-            "recipe-differs",
-        ),
-    },
-    Part("data", lambda run: None not in (run.recipe, run.trainer)): {
-        "--mock-data is {trainer.mock_data} for the trainer and {mock_data} for Megatron.": (
-            lambda run: bool(run.mock_data) != run.trainer.mock_data,
-            "Results must name their data.",
-            "pass --mock-data only to the trainer",
-            "recipe-differs",
         ),
     },
     Part("data", lambda run: run.trainer is not None): {

@@ -1,1 +1,1 @@
-"""Parts of a model that Megatron has no arguments for, as a recipe states them; without torch."""
+"""Parts of a model that Megatron has no arguments for, and what its arguments mean; no torch."""

@@ -13,9 +13,17 @@ from typing import Any
 
 from cppmega.errors import CppmegaError
 from cppmega.host import env
+from cppmega.sizes.megatron_args import layer_pattern
 
 Sources = dict[int, int]
 """Number of a DSA layer -> number of the Full layer whose keys it uses; its own if it is Full."""
+
+_UNEVEN = (
+    *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers"),
+    *("decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split"),
+    "account_for_loss_in_pipeline_split",
+)
+"""Arguments that make stages differ in length."""
 
 LETTER = "D"
 """A DSA layer in the pattern of a hybrid model."""
@@ -169,6 +177,28 @@ def _unset(layers: int) -> CppmegaError:
         "or --dsa-indexer-topk-freq and --dsa-indexer-skip-topk-offset (Megatron 0.19 and later), "
         f"or unset {env.INDEX_CACHE.name}",
     )
+
+
+def layers_of(args: Any) -> list[int]:
+    """The numbers of the decoder's DSA layers, by Megatron's arguments."""
+    if pattern := layer_pattern(args):
+        return dsa_layers(pattern.partition("/")[0].replace("|", ""))
+    return list(range(1, args.num_layers + 1))
+
+
+def stages_of(args: Any) -> list[list[int]]:
+    """The DSA layers of every pipeline stage, by Megatron's arguments.
+
+    There are none if the stages differ in length; such stages are checked when the model is built.
+    """
+    pattern = layer_pattern(args).partition("/")[0]
+    if "|" in pattern:
+        return marked_stages(pattern)
+    if any(getattr(args, name, None) for name in _UNEVEN):
+        return []
+    stages = getattr(args, "pipeline_model_parallel_size", None) or 1
+    stages *= 1 if pattern else getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
+    return even_stages(pattern or LETTER * args.num_layers, stages)
 
 
 def check_stage(sources: Sources, stage: Sequence[int]) -> None:

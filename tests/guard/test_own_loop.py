@@ -14,7 +14,7 @@ import pytest
 
 from cppmega.catalogue.megatron_args import has_experts, has_mtp, layer_pattern, uses_fsdp
 from cppmega.guard import given
-from cppmega.rules.rule import OTHER_NAMES
+from cppmega.sizes.megatron_args import OTHER_NAMES
 from tests import forkserver
 from tests.support import PATIENCE, REPOSITORY, environment, pages, patched, pristine
 

@@ -154,12 +154,6 @@ def test_a_broken_width_names_the_next_one_that_fits(
         {"ngram_hash": NgramHash(heads=4)},  # of 16 tables
         {"graph_pool": {"gib": 1.0}},
         {"dsa_dense_loss_steps": -1},
-        {"dsa_dense_loss_steps": 2},
-        {
-            "dsa_dense_loss_steps": 2,
-            "dsa_indexer_use_sparse_loss": True,
-            "dsa_indexer_loss_coeff": 0.0,
-        },
         {"dsa_dense_loss_steps": 2, "pattern": "*E-/*-"},
     ],
 )
@@ -171,6 +165,15 @@ def test_contradictions_are_refused(changes: dict[str, object]) -> None:
     ("name", "changes"),
     [
         ("argument-without-effect", {"recompute_modules": ("mhc",)}),
+        ("argument-without-effect", {"dsa_dense_loss_steps": 2}),
+        (
+            "argument-without-effect",
+            {
+                "dsa_dense_loss_steps": 2,
+                "dsa_indexer_use_sparse_loss": True,
+                "dsa_indexer_loss_coeff": 0.0,
+            },
+        ),
         ("dsa-index-sharing", {"dsa_index_pattern": "SF"}),
         ("dsa-index-sharing", {"dsa_index_pattern": "FSS"}),  # for two DSA layers
         (

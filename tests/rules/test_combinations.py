@@ -46,7 +46,7 @@ OPTIONS: dict[Part | str, dict[str, Any]] = {
     "--use-mup": {"use_mup": True},
     "--init-model-with-meta-device": {"init_model_with_meta_device": True},
     "--fp32-residual-connection": {"fp32_residual_connection": True},
-    c.FP16: {"fp16": True, "bf16": False},
+    "--fp16": {"fp16": True, "bf16": False},
     c.FP32: {"bf16": False},
     c.NOT_BF16: {"fp16": True, "bf16": False},
     "--fp4-format": {"fp4": "e2m1"},
@@ -89,7 +89,7 @@ OPTIONS: dict[Part | str, dict[str, Any]] = {
         **{"recompute_granularity": "selective", "recompute_modules": ["mhc"]},
     },
     "--inference-fuse-tp-communication": {"inference_fuse_tp_communication": True},
-    c.HETEROGENEOUS: {"heterogeneous_layers_config_path": "layers.json"},
+    "--heterogeneous-layers-config-path": {"heterogeneous_layers_config_path": "layers.json"},
     c.SHARED_KEYS: {**DSA, "CPPMEGA_INDEX_CACHE": "1"},
     c.PACKED_DOCUMENTS: {"recipe": PACKED},
     c.TRAINED_GRAPHS: {
@@ -105,7 +105,8 @@ OPTIONS: dict[Part | str, dict[str, Any]] = {
     },
     c.CUDNN_WITHOUT_DENSE_LOSS: {**DSA, "dsa_kernel_backend": "cudnn", "context_parallel_size": 2},
     "--defer-embedding-wgrad-compute": {"defer_embedding_wgrad_compute": True},
-    c.SAVED_LOGITS: {"logits_load_dir": "logits"},
+    "--logits-save-dir": {"logits_save_dir": "logits"},
+    "--logits-load-dir": {"logits_load_dir": "logits"},
     "--config-logger-dir": {"config_logger_dir": "logs"},
     c.UNFUSED_ATTENTION: {"attention_backend": "AttnBackend.unfused"},
 }

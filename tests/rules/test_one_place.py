@@ -10,7 +10,7 @@ import cppmega
 from cppmega.catalogue import loader as catalogue
 from cppmega.rules import RULES, starts
 from cppmega.rules import recipes as of_recipes
-from cppmega.rules.rule import destination
+from cppmega.sizes.megatron_args import destination
 
 PACKAGE = Path(cppmega.__file__).parent
 CATALOGUE = catalogue.builtin_folder()
@@ -57,13 +57,7 @@ def test_rules_are_stated_by_the_headers_of_pages_alone() -> None:
 def option_names() -> set[str]:
     """The arguments that questions of combinations read."""
     tree = ast.parse((PACKAGE / "rules" / "combinations.py").read_text())
-    given = {
-        word.value
-        for call in calls(tree, "_given", "_above_one")
-        for word in call.args
-        if isinstance(word, ast.Constant)
-    }
-    given |= {destination(name) for rule in RULES if (name := rule.option).startswith("--")}
+    given = {destination(name) for rule in RULES if (name := rule.option).startswith("--")}
     read = {
         node.attr
         for node in ast.walk(tree)

@@ -102,11 +102,11 @@ def test_checkpoints_with_other_mixers(saved: str, variables: dict[str, str], sa
     [
         ({}, {"layers.0.hyper_connection.phi": (1,), HEAD: (4, 8)}, "with hyper-connections"),
         (STREAMS, {"layers.0.mlp": (1,)}, "with one residual stream"),
-        (STREAMS, {"layers.0.hyper_connection.phi": (1,)}, "whose streams end in their mean"),
+        (STREAMS, {"layers.0.hyper_connection.phi": (1,)}, "with streams that end in their mean"),
         (
             STREAMS | {"mhc_num_residual_streams": 2},
             {"layers.0.hyper_connection.phi": (1,), HEAD: (4, 8)},
-            "with 4 streams, not 2",
+            "with 4 streams.",
         ),
         (
             STREAMS | {"mhc_num_residual_streams": 4},

@@ -25,7 +25,7 @@ from cppmega.errors import CppmegaError
 from cppmega.features.mhc import connections as mhc
 from cppmega.features.mhc import options
 from cppmega.features.mhc import recompute as mhc_recompute
-from cppmega.host.cuda_graphs import graph_parts
+from cppmega.sizes.megatron_args import graph_parts
 
 SITES = {
     "self_attention": ("self_attn_bda", "self_attention_hyper_connection"),

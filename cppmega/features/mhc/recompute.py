@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cppmega.ops.common.once_differentiable import once_differentiable
-from cppmega.rules.questions import recomputes
+from cppmega.sizes.megatron_args import recomputes
 
 
 class Recomputed:

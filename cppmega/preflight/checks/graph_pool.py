@@ -6,7 +6,7 @@ from cppmega.errors import CppmegaError
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import NotApplicable
 from cppmega.recipe.memory import GIB
-from cppmega.rules.questions import cuda_graphs
+from cppmega.sizes.megatron_args import cuda_graphs
 
 AFTER: tuple[str, ...] = ("line_parses",)
 

@@ -6,8 +6,8 @@ from cppmega.catalogue import page_rules
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import Remark, refuse
 from cppmega.rules import RULES, dsa
-from cppmega.rules.questions import uses_dsa
 from cppmega.rules.rule import Run
+from cppmega.sizes.megatron_args import uses_dsa
 
 AFTER: tuple[str, ...] = ("line_parses", "checkpoint")
 

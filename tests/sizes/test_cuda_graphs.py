@@ -12,7 +12,7 @@ from tests.support import pristine, python
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["0.17.1", "0.18.2", "0.19.2"])
 def test_mamba_layers_are_captured_where_megatron_captures_them(version: str) -> None:
-    done = python(pristine(version), "from tests.host import graph_lines; graph_lines.report()")
+    done = python(pristine(version), "from tests.sizes import graph_lines; graph_lines.report()")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert {row[0] for row in found.values()} == {True, False}

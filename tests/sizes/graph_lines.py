@@ -15,7 +15,7 @@ import torch
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer import cuda_graphs as theirs
 
-from cppmega.host import cuda_graphs
+from cppmega.sizes import megatron_args
 from tests.support import parsed_line
 
 IMPLEMENTATIONS = ("none", "local", "transformer_engine", "full_iteration")
@@ -64,12 +64,12 @@ def report() -> None:
     for line in lines():
         try:
             raw = parsed_line.parsed(*line)
-            before = cuda_graphs.captures(raw, "mamba")
+            before = megatron_args.captures(raw, "mamba")
             args = parsed_line.validated(*line)
             config = parsed_line.configured(args)
         except parsed_line.RefusedError as error:
             assert str(error)
             continue
-        after = [cuda_graphs.captures(each, "mamba") for each in (args, config)]
+        after = [megatron_args.captures(each, "mamba") for each in (args, config)]
         found[" ".join(line)] = [megatrons(config), before, *after]
     print(json.dumps(found))
