@@ -1,4 +1,4 @@
-"""The servers of a test session, which fork in place of `python`: `cppmega.proof.fork_server`.
+"""The servers of a test session, which fork in place of `python`: `tests.forking.server`.
 
 No test is about the import of torch. What is about what a process imports, or about what Python and
 OpenMP read when they start, runs `sys.executable`.
@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from cppmega.proof import fork_server, hash_seeds, verify
+from cppmega.proof import hash_seeds, verify
+from tests.forking import server as fork_server
 
 FOR_KERNELS = (
     *("torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.checkpoint"),
@@ -78,27 +79,10 @@ def live(scratch: Path) -> Callable[[], None]:
     return partial(os.close, os.open(scratch / LIFE, os.O_RDWR | os.O_CLOEXEC))
 
 
-class Shared:
-    """The server of the session, in place of one for each `verify`."""
-
-    ready = True
-
-    def __init__(self, *_: object) -> None:
-        """It has started already."""
-
-    def command(self) -> list[str]:
-        """The words to start in place of `sys.executable`."""
-        return [executable()]
-
-    def close(self) -> None:
-        """Other tests go on with it."""
-
-
 def prove_in_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `verify` use the server of the session, and compare no texts.
 
     Forks of one process have one hash seed, so that their texts would be the same.
     """
-    if Path(executable()) != Path(sys.executable):
-        monkeypatch.setattr(verify, "ForkServer", Shared)
+    monkeypatch.setattr(verify, "PYTHON", executable())
     monkeypatch.setattr(hash_seeds, "SEEDS", ())

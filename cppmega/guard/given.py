@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from cppmega.errors import CppmegaError
+from cppmega.guard.objects import MISSING
 from cppmega.sizes.megatron_args import synonyms
 
 _CONFIGS = {
@@ -117,11 +118,9 @@ class Given:
         if name.startswith("__") or name == "cppmega_variables":
             raise AttributeError(name)
         names = [name, *synonyms(name)]
-        for source in self._sources:
-            table = source if isinstance(source, Mapping) else _Attributes(source)
-            for one in names:
-                if one in table:
-                    return table[one]
+        for value in (_read(source, one) for source in self._sources for one in names):
+            if value is not MISSING:
+                return value
         for one in names:
             if one in _SEEN:
                 try:
@@ -142,17 +141,11 @@ class Given:
         return not self._sources or name in {*_IN_NO_CONFIG, *_SEEN} or bool(stated_elsewhere)
 
 
-class _Attributes:
-    """The attributes of an object as a table."""
-
-    def __init__(self, source: Any) -> None:
-        self.source = source
-
-    def __contains__(self, name: str) -> bool:
-        return hasattr(self.source, name)
-
-    def __getitem__(self, name: str) -> Any:
-        return getattr(self.source, name)
+def _read(source: Any, name: str) -> Any:
+    """What a configuration, a namespace or a dict has under a name; `MISSING` if it has nothing."""
+    if isinstance(source, Mapping):
+        return source.get(name, MISSING)
+    return getattr(source, name, MISSING)
 
 
 def of(*sources: Any) -> Any:

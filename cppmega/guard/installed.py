@@ -1,13 +1,15 @@
-"""The runtime patches of this process: those that are armed, and those that are installed."""
+"""The runtime patches of this process, armed and installed, and the pages that it has reached."""
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from cppmega.page import Edit
+from cppmega.rewriting.marks import FLAGS
 
 
 @dataclass
@@ -49,3 +51,17 @@ def waiting() -> list[str]:
     """Targets that are armed and whose module has not been imported."""
     done = {(item.page, item.edit.target) for item in REGISTRY.installed}
     return [target for page, target in REGISTRY.armed if (page, target) not in done]
+
+
+REACHED: set[str] = set()
+"""The flags of the runtime patches; a patched file carries its own."""
+
+
+def reached() -> set[str]:
+    """Names of the pages that this process has reached so far, over all imported modules."""
+    names = set(REACHED)
+    for module in list(sys.modules.values()):
+        flags = getattr(module, "__dict__", {}).get(FLAGS)
+        if isinstance(flags, set):
+            names |= flags
+    return names

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from cppmega import calls
 from cppmega.catalogue import gates
 from cppmega.errors import CppmegaError
-from cppmega.guard import allowed, files, given, reached_marks, rules
+from cppmega.guard import allowed, files, given, installed, rules
 from cppmega.guard.held import Guard
 from cppmega.guard.swaps import module_name
 from cppmega.host import env
@@ -40,7 +40,7 @@ def here(guard: Guard) -> Seen:
         for name in guard.receipt.pages
         if any(sys.modules.get(module_name(path)) is not None for path in _marked(guard, name))
     )
-    return Seen(frozenset(reached_marks.reached()), frozenset(imported))
+    return Seen(frozenset(installed.reached()), frozenset(imported))
 
 
 def together(ranks: Iterable[Seen]) -> Seen:

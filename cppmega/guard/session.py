@@ -28,11 +28,11 @@ from cppmega.guard import (
     given,
     import_hook,
     imports,
+    installed,
     interpreter,
     ledger,
     ranks,
     reached,
-    reached_marks,
     rules,
     step_log,
     swaps,
@@ -84,7 +84,7 @@ def start(root: Path | None = None, *, inherited: bool = False, trains: bool = T
     calls.check_allowed(session.pages)
     loaded = receipt.load(session.read_tree())
     gates.check(session.pages.values())
-    _refuse_no_receipt(loaded, session.root)
+    receipt.refuse_missing(loaded, session.root, f"{where()}: ")
     if not inherited:
         gates.check_applied(session.pages.values(), loaded.receipt.gates, os.environ, where())
     plan = session.plan(None, {**os.environ, **loaded.receipt.gates})
@@ -104,16 +104,6 @@ def start(root: Path | None = None, *, inherited: bool = False, trains: bool = T
     if not inherited:
         children.keep_this_process(where())
     return _GUARD
-
-
-def _refuse_no_receipt(loaded: receipt.Loaded, root: Path | None) -> None:
-    if not loaded.exists or loaded.problem:
-        raise CppmegaError(
-            "no-receipt",
-            f"{where()}: {loaded.problem or 'no patches were applied'} in {root}.",
-            "Nothing proves that the patches are in the code that trains.",
-            _APPLY,
-        )
 
 
 def _refuse_incomplete(plan: Plan, applied: Receipt) -> None:
@@ -404,7 +394,7 @@ def _watch_optimizers() -> None:
             return
         if optimizer not in stepped:  # a loop may call `after_first_step` after its first one
             stepped.add(optimizer)
-        elif reached_marks.reached() or any(map(_is_megatrons, optimizer.param_groups)):
+        elif installed.reached() or any(map(_is_megatrons, optimizer.param_groups)):
             error = _no_step_seen(f"{type(optimizer).__name__} steps a second time, and no step")
             refuse(error)
             raise error

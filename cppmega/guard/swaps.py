@@ -22,8 +22,7 @@ from cppmega.errors import CppmegaError
 from cppmega.guard import allowed, import_hook, stale
 from cppmega.guard.compiled_forms import is_compiled
 from cppmega.guard.import_hook import Hook
-from cppmega.guard.installed import REGISTRY, Installed
-from cppmega.guard.reached_marks import REACHED
+from cppmega.guard.installed import REACHED, REGISTRY, Installed
 from cppmega.page import Edit, Page
 
 

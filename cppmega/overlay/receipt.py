@@ -189,6 +189,26 @@ def load(tree: Tree) -> Loaded:
     return Loaded(receipt, problem, True)
 
 
+def refuse_missing(loaded: Loaded, root: Path | None, where: str = "") -> None:
+    """Refuse a tree without a receipt that can be used.
+
+    Args:
+        loaded: what `load` has found.
+        root: the tree.
+        where: text before what happened, such as host and rank.
+
+    Raises:
+        CppmegaError: `no-receipt`.
+    """
+    if not loaded.exists or loaded.problem:
+        raise CppmegaError(
+            "no-receipt",
+            f"{where}{loaded.problem or 'No patches were applied'} in {root}.",
+            "Nothing proves that the patches are in the code that trains.",
+            "python -m cppmega.apply_patches",
+        )
+
+
 def _refuse_folder(path: Path) -> None:
     if path.is_dir():
         raise CppmegaError(

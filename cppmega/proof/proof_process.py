@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TextIO
@@ -70,7 +71,7 @@ class Worker:
         environment: variables of the worker besides the stated ones.
         forks: whether every proof gets its own process.
         ordered: files whose patched texts the worker computes as well.
-        python: the words that start Python; None: a new interpreter.
+        python: the program that runs it.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Worker:
         *,
         forks: bool = True,
         ordered: TextOrder | None = None,
-        python: Sequence[str] | None = None,
+        python: str = sys.executable,
     ) -> None:
         self.texts: Mapping[str, str] | None = None
         """Hashes of the ordered texts, once the worker is ready."""
@@ -145,14 +146,14 @@ def _started(
     order: Order,
     output: TextIO,
     environment: Mapping[str, str],
-    words: Sequence[str] | None,
+    executable: str,
 ) -> subprocess.Popen[bytes]:
-    executable, *command = python.command("cppmega.proof.worker")
+    _, *command = python.command("cppmega.proof.worker")
     with tempfile.TemporaryFile() as written:  # a pipe would hold up this process until it is read
         written.write(msgspec.json.encode(order))
         written.seek(0)
         return subprocess.Popen(
-            [*(words or [executable]), *command],
+            [executable, *command],
             stdin=written,
             stdout=output,
             stderr=output,

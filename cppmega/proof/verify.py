@@ -1,14 +1,14 @@
 """Run every page's proof three times: on the patched tree, on stock, and on a do-nothing mutant.
 
 The proof must pass on the first and fail on the other two. Each tree gets its own process, and each
-page a fork of that process, so that no proof can depend on what an earlier one left behind. The
-processes of the trees are forks as well, of one that has imported torch and never imports Megatron.
+page a fork of that process, so that no proof can depend on what an earlier one left behind.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,8 +25,7 @@ from cppmega.overlay.receipt import ProvedPage
 from cppmega.overlay.verbs import Session
 from cppmega.overlay.verdict import DONE, NEEDED, Proof, Verdict
 from cppmega.page import Page
-from cppmega.proof import fork_server, hash_seeds, proof_file, proof_process
-from cppmega.proof.fork_server import ForkServer
+from cppmega.proof import hash_seeds, proof_file, proof_process
 from cppmega.proof.messages import SIDES, PageOrder, ProofRun, Side
 from cppmega.proof.needs import missing_needs, uses_gpu
 from cppmega.proof.proof_process import Worker
@@ -35,8 +34,8 @@ from cppmega.proof.scratch_tree import build
 _ON_STOCK = "it passes on stock: the patch is not needed, or the proof does not reach it"
 _ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "1"}
 """On a machine with a GPU, Megatron takes its CPU paths only if the GPU is hidden."""
-FEW = 10
-"""Pages for which the fork server need not be made cheap to fork."""
+PYTHON = sys.executable
+"""What runs the proofs of pages that need no GPU."""
 _OTHER_CODE = ("AttributeError", "NameError", "TypeError")
 """Errors of a proof on code whose names and signatures differ from those it was written for."""
 
@@ -90,19 +89,10 @@ def verify(
     """
     with contextlib.ExitStack() as ends:
         scratch = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="cppmega-verify-")))
-        started = ForkServer(  # first of all, because nothing takes as long
-            (*fork_server.MODULES, *[fork_server.HUGE_PAGES] * (not 0 < len(names) <= FEW)),
-            proof_process.stated_environment(_ON_CPU),
-            scratch / "__pycache__",
-        )
-        ends.callback(started.close)
         loaded = receipt.load(session.read_tree())
         if names:
             session.load_for(names)
         asked = [catalogue.get(session.pages, name) for name in names]
-        server = None if all(map(uses_gpu, asked or session.pages.values())) else started
-        if server is None:
-            started.close()
         gates = dict(loaded.receipt.gates)
         gates |= {page.patch.gate: "1" for page in asked if page.patch.gate}
         excluded = _unconcerned(session.pages, names, loaded.receipt.pages) if names else None
@@ -125,7 +115,7 @@ def verify(
             if side != "patched" or not applied:
                 root = scratch / side
                 build(plan, root, side, edited)
-            sides[side] = _Proving(root, side, plan, chosen, session.say, server)
+            sides[side] = _Proving(root, side, plan, chosen, session.say)
             ends.callback(sides[side].close)
         for side in filter(sides.__contains__, SIDES):
             session.say(f"verify: proofs on {_EXPECTED[side]}: {len(sides[side].pages)}")
@@ -210,11 +200,7 @@ def _retired(plan: Plan, names: Sequence[str]) -> list[Page]:
 
 
 class _Proving:
-    """The proofs on one side: all CPU pages in one worker, each GPU page in a worker of its own.
-
-    Args:
-        server: what the worker of the CPU pages is forked from; None: it is an interpreter.
-    """
+    """The proofs on one side: all CPU pages in one worker, each GPU page in a worker of its own."""
 
     def __init__(
         self,
@@ -223,21 +209,16 @@ class _Proving:
         plan: Plan,
         pages: Sequence[Page],
         say: Callable[[str], None],
-        server: ForkServer | None = None,
     ) -> None:
         self.root, self.pages = root, pages
         self._answered = 0
-        self._side, self._plan, self._say, self._server = side, plan, say, server
+        self._side, self._plan, self._say = side, plan, say
         self._on_gpu = [page for page in pages if uses_gpu(page)]
-        self._on_cpu = [page for page in pages if page not in self._on_gpu]
-        self._worker = self._started(server.command() if server else None)
+        orders = [_ordered(plan, page) for page in pages if page not in self._on_gpu]
+        self._worker = Worker(str(root), side, orders, _ON_CPU, python=PYTHON) if orders else None
 
     def answers(self) -> Iterator[tuple[str, ProofRun]]:
         """Yield the result of every page."""
-        if self._server is not None and not self._server.ready:
-            self._say("verify: a process with torch cannot be forked here; each side imports it")
-            self.close()
-            self._worker = self._started(None)
         if self._worker is not None:
             yield from self._said(self._worker)
         for page in self._on_gpu:
@@ -248,12 +229,6 @@ class _Proving:
         """End the worker of the CPU pages."""
         if self._worker is not None:
             self._worker.close()
-
-    def _started(self, python: Sequence[str] | None) -> Worker | None:
-        orders = [_ordered(self._plan, page) for page in self._on_cpu]
-        return (
-            Worker(str(self.root), self._side, orders, _ON_CPU, python=python) if orders else None
-        )
 
     def _said(self, worker: Worker) -> Iterator[tuple[str, ProofRun]]:
         for name, run in worker.answers():

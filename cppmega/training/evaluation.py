@@ -22,6 +22,7 @@ from cppmega.recipe import Recipe
 from cppmega.runs import metrics as run_metrics
 from cppmega.runs.metrics import HeldOutLoss
 from cppmega.training.batch import Batch, DataTokens, datasets
+from cppmega.training.log import to_megatrons_writers
 from cppmega.training.nonfinite import unwrapped
 from cppmega.training.step import ForwardStep, Loss
 
@@ -157,7 +158,7 @@ class Evaluation:
             helper.tracker = kept
 
     def _report(self, step: int, losses: dict[str, float], seconds: float) -> None:
-        from megatron.training import get_tensorboard_writer, get_wandb_writer, training
+        from megatron.training import training
 
         recipe = self._held_out.recipe
         tokens = recipe.eval_iters * recipe.global_batch_size * recipe.seq_length
@@ -167,11 +168,9 @@ class Evaluation:
         training.print_rank_last(line(row))
         if self._metrics is not None and self._writes():
             run_metrics.append(self._metrics, row)
-        for name, loss in losses.items():
-            if (writer := get_tensorboard_writer()) is not None:
-                writer.add_scalar(f"{name} validation", loss, step)
-            if (writer := get_wandb_writer()) is not None and self._writes():
-                writer.log({f"{name} validation": loss}, step)
+        if self._writes():
+            values = {f"{name} validation": loss for name, loss in losses.items()}
+            to_megatrons_writers(values, step)
 
 
 def line(row: HeldOutLoss) -> str:

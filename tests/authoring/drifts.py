@@ -76,8 +76,6 @@ from pathlib import Path
 from cppmega.catalogue import loader as catalogue
 folder = Path(sys.argv.pop(1))
 catalogue.builtin_folder = lambda: folder
-from cppmega.proof import fork_server
-fork_server.MODULES = ()  # no proof of a made page needs torch
 from cppmega.cli.main import main
 try:
     main()

@@ -40,8 +40,6 @@ class Bench:
         (site / "sitecustomize.py").write_text(
             "from pathlib import Path\nfrom cppmega.catalogue import loader as catalogue\n"
             f"catalogue.builtin_folder = lambda: Path({str(self.pages)!r})\n"
-            "import sys\nif 'verify' in sys.orig_argv:\n"  # no proof of a made page needs torch
-            "    from cppmega.proof import fork_server\n    fork_server.MODULES = ()\n"
         )
         self.environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith("CPPMEGA_")},

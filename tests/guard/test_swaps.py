@@ -41,7 +41,7 @@ def run(x):
 PRELUDE = """
 import sys
 from cppmega.guard import import_hook
-from cppmega.guard import installed, reached_marks, swaps
+from cppmega.guard import installed, installed, swaps
 from cppmega.errors import CppmegaError
 from cppmega.page import Edit, Page, Patch
 
@@ -321,11 +321,11 @@ def test_a_mark_is_set_by_the_call_and_not_by_the_import(run) -> None:
     run("""
     arm(FUNCTION); arm(METHOD)
     import pkg.target as t
-    assert reached_marks.reached() == set()
+    assert installed.reached() == set()
     t.scale(1)
-    assert reached_marks.reached() == {"f"}
+    assert installed.reached() == {"f"}
     t.Mixer(1).forward(1)
-    assert reached_marks.reached() == {"f", "m"}
+    assert installed.reached() == {"f", "m"}
     """)
 
 
@@ -343,7 +343,7 @@ def test_marks_cost_no_torch_compile_graph(run) -> None:
         for _ in range(3):
             assert torch.equal(both(torch.ones(2)), torch.full((2,), 12.0))
         assert counter.frame_count == 1, counter.frame_count
-        assert reached_marks.reached() == {"f", "on_disk"}, reached_marks.reached()
+        assert installed.reached() == {"f", "on_disk"}, installed.reached()
         """,
         marked=_marked_module(),
     )

@@ -9,22 +9,17 @@ import pytest
 from cppmega.catalogue import loader as catalogue
 from cppmega.overlay import verbs as overlay
 from cppmega.overlay.verbs import Session
-from cppmega.proof import fork_server, verify
+from cppmega.proof import verify
 from tests import forkserver
 from tests.support import made
 
 
 @pytest.fixture
 def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What proofs are forked from: the session's server, or, as for users, one of their own.
-
-    The latter is without torch, which no proof of a made page needs.
-    """
+    """What proofs are forked from: the session's server, or, as for users, an interpreter."""
     which = getattr(request, "param", "the session's")
     if which == "the session's":
         forkserver.prove_in_forks(monkeypatch)
-    else:
-        monkeypatch.setattr(fork_server, "MODULES", ())
     return which
 
 

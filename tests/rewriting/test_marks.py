@@ -64,7 +64,7 @@ def test_unmarked_target_names_its_page(text: str) -> None:
     assert ("# said; patched" in done.data.decode()) == ("said" in text)
 
 
-def test_reached_marks_are_flags(lab: Lab) -> None:
+def test_installed_are_flags(lab: Lab) -> None:
     lab.wheel()
     lab.page()
     lab.apply()

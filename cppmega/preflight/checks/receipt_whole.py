@@ -18,13 +18,7 @@ def check(context: Context) -> str:
     """
     loaded = receipt.load(context.session.read_tree())
     applied = loaded.receipt
-    if not loaded.exists or loaded.problem:
-        raise CppmegaError(
-            "no-receipt",
-            f"{loaded.problem or 'No patches were applied'} in {context.session.root}.",
-            "Nothing proves that the patches are in the code that trains.",
-            "python -m cppmega.apply_patches",
-        )
+    receipt.refuse_missing(loaded, context.session.root)
     digest = overlay_digest(applied)
     if digest != applied.digest:
         raise CppmegaError(

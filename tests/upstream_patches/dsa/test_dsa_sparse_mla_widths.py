@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 
 from cppmega.calls import allowing
-from cppmega.guard import reached_marks
+from cppmega.guard import installed
 
 tilelang = mock.MagicMock(jit=lambda function=None, **_: function or tilelang.jit, __path__=[])
 tilelang.language.prim_func = lambda function: function
@@ -111,7 +111,7 @@ with allowing("dsa_sparse_mla_widths"), warnings.catch_warnings(record=True) as 
     answers["deterministic"] = [hook(*inputs(a), 0.1, b) is None for a, b in new]
 answers["deterministic said"] = [str(warning.message).partition("because ")[2] for warning in said]
 torch.use_deterministic_algorithms(False)
-answers["marks of declined calls"] = sorted(reached_marks.reached())
+answers["marks of declined calls"] = sorted(installed.reached())
 
 # At 576 and 512 whoever stands in for the kernels is called with stock's four arguments.
 class FourArguments:
@@ -138,7 +138,7 @@ for query, width in ((128, 64), (192, 128), (576, 512)):
         taken |= {f"{query} {heads} {batch} {what}": float((a - b).norm() / b.norm())
                   for what, a, b in pairs}
 answers["taken"] = taken
-answers["marks of taken calls"] = sorted(reached_marks.reached())
+answers["marks of taken calls"] = sorted(installed.reached())
 
 # 576 and 512 are stock's, through the hook and by a call that gives no width, batched and not.
 same = []

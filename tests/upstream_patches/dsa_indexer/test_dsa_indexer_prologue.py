@@ -197,7 +197,7 @@ from megatron.core.transformer.experimental_attention_variant import dsa
 
 from cppmega.runtime import dsa_indexer_prologue
 from cppmega.proof import small_models
-from cppmega.guard import reached_marks
+from cppmega.guard import installed
 
 dsa.hadamard_transform = None  # as where the package cannot be imported
 hidden, latent = (torch.randn(24, 2, n).bfloat16() for n in (64, 32))
@@ -205,7 +205,7 @@ for adjacent in (False, True):
     indexer = small_models.dsa_indexer()
     indexer.config.rotary_interleaved = adjacent  # no constructor lets it pass beside MLA
     found = small_models.dsa_index_inputs(indexer, hidden, latent)
-    assert reached_marks.reached() == set(PAGES), reached_marks.reached()
+    assert installed.reached() == set(PAGES), installed.reached()
     with mock.patch.object(dsa_indexer_prologue, "find_rotary", return_value=None):
         others = small_models.dsa_index_inputs(indexer, hidden, latent)
     for ours, theirs in zip(found, others):
@@ -213,11 +213,11 @@ for adjacent in (False, True):
     assert not torch.equal(found[0], others[0])
 
 # A call that is declined has not passed through the page.
-reached_marks.REACHED.clear()
+installed.REACHED.clear()
 dsa._CPPMEGA_REACHED.clear()
 with mock.patch.object(dsa_indexer_prologue, "find_rotary", return_value=None):
     small_models.dsa_index_inputs(indexer, hidden, latent)
-assert reached_marks.reached() == set(PAGES) - {"dsa_indexer_prologue"}
+assert installed.reached() == set(PAGES) - {"dsa_indexer_prologue"}
 """
 
 

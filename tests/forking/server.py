@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from cppmega.host import process, python
-from cppmega.proof.fork_client import path_in
+from tests.forking.client import path_in
 
 MODULES = (
     *("cppmega.guard.swaps", "cppmega.proof.hash_seeds", "cppmega.proof.mutant"),
@@ -60,9 +60,9 @@ MODULES = (
     "yaml",
 )
 """What a proof and Megatron import: slow to import, and the same whatever tree is imported."""
-HUGE_PAGES = "cppmega.proof.huge_pages"
+HUGE_PAGES = "tests.forking.huge_pages"
 """Imported last, it takes a second, which pays off after a few dozen forks."""
-CLIENT = Path(__file__).with_name("fork_client.py")
+CLIENT = Path(__file__).with_name("client.py")
 COLLECT_AFTER = 100_000
 """New objects in a fork before a collection: imports and models leave little garbage."""
 STDIN = 0

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cppmega.proof.fork_server import ForkServer
 from tests import forkserver
+from tests.forking.server import ForkServer
 from tests.support import PATIENCE
 
 SAYS = """

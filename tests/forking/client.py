@@ -1,4 +1,4 @@
-"""The stand-in for `python` itself: it sends its command to the server of `fork_server`.
+"""The stand-in for `python` itself: it sends its command to the server of `server`.
 
 It is started for every command, so it imports little: an order is text that `repr` writes.
 """
