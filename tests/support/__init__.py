@@ -240,10 +240,11 @@ def outputs(
     """The output of each rank; all are read in turn, so that none blocks on a full pipe."""
     found: dict[int, tuple[str, str]] = {}
     limit = time.monotonic() + timeout
-    while len(found) < len(ranks) and time.monotonic() < limit:
-        for rank in set(range(len(ranks))) - set(found):
+    while (left := set(range(len(ranks))) - set(found)) and (now := time.monotonic()) < limit:
+        turn = TURN if len(left) > 1 else limit - now
+        for rank in left:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                found[rank] = ranks[rank].communicate(timeout=TURN)
+                found[rank] = ranks[rank].communicate(timeout=turn)
     late = sorted(set(range(len(ranks))) - set(found))
     for rank in late:
         ranks[rank].kill()
