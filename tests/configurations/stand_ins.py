@@ -18,6 +18,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.ssm import mamba_context_parallel, mamba_mixer
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch._dynamo import trace_rules
 
 from cppmega.proof import cpu_shims
 from examples.smoke.model import DocumentAttention
@@ -32,6 +33,10 @@ LATE = (
     "cppmega.features.mixers.hybrid",
     "cppmega.features.mixers.m2rnn",
     "cppmega.features.mixers.mamba3",
+    "cppmega.ops.dsa_attention.naive",
+    "cppmega.ops.dsa_indexer.naive",
+    "cppmega.training.structure_datasets",
+    "megatron.core.datasets.blended_megatron_dataset_builder",
     "megatron.core.dist_checkpointing.exchange_utils",
     "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader",
     "megatron.core.dist_checkpointing.strategies.fully_parallel",
@@ -47,6 +52,8 @@ def import_late() -> None:
     for name in LATE:
         with contextlib.suppress(ImportError):  # of another release
             importlib.import_module(name)
+    # A rank would compute it, which takes half a second, although nothing is compiled.
+    trace_rules.get_torch_obj_rule_map()
 
 
 def install() -> None:
