@@ -1,8 +1,8 @@
 """The context of the preflight checks: one launch, before it happens.
 
 A check is one file of `cppmega/preflight/checks/`: a docstring that states what must hold, `AFTER`
-(the checks that must hold before it can answer) and `check(context)`, which returns a line of
-detail, raises the error that must stop the launch, or raises `NotApplicable`.
+(the checks that must hold before it can answer, if any) and `check(context)`, which returns a line
+of detail, raises the error that must stop the launch, or raises `NotApplicable`.
 """
 
 from __future__ import annotations

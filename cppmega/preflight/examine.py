@@ -77,7 +77,7 @@ def examine(context: Context, progress: Progress | None = None) -> Preflight:
             findings.append(Finding(name, "not-applicable", what=Remark(why)))
             continue
         module = importlib.import_module(f"cppmega.preflight.checks.{name}")
-        broken = [earlier for earlier in module.AFTER if earlier in unsound]
+        broken = [earlier for earlier in getattr(module, "AFTER", ()) if earlier in unsound]
         if broken:
             findings.append(Finding(name, "not-run", what=f"{broken[0]} does not hold"))
             unsound.add(name)

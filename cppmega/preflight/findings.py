@@ -75,9 +75,9 @@ class Finding:
 
 def merged(failures: Iterable[Finding]) -> list[Finding]:
     """Join the failures of a check that have one reason and one remedy, to state both once."""
-    found: dict[tuple[str, ...], Finding] = {}
+    joined: dict[tuple[str, ...], Finding] = {}
     for one in failures:
         key = (one.check, one.name, one.why, one.next)
-        known = found.get(key)
-        found[key] = replace(one, what=f"{known.what}\n{one.what}") if known else one
-    return list(found.values())
+        known = joined.get(key)
+        joined[key] = replace(one, what=f"{known.what}\n{one.what}") if known else one
+    return list(joined.values())

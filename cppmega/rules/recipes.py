@@ -148,9 +148,10 @@ def _without_sizes(letters: str, names: tuple[str, ...]) -> Callable[[Any], obje
     return unset
 
 
-def _is_set(recipe: Any, field: str) -> bool:
+def _set_to(recipe: Any, field: str) -> Mapping[str, object]:
+    """The default of a field that a recipe sets to something else, for sentences; else empty."""
     default = type(recipe).__dataclass_fields__[field].default
-    return bool(getattr(recipe, field) != default)
+    return {"default": default} if getattr(recipe, field) != default else {}
 
 
 def _words(needed: Mapping[str, object]) -> str:
@@ -158,13 +159,13 @@ def _words(needed: Mapping[str, object]) -> str:
 
 
 def _in_a_loop(field: str) -> Callable[[Any], object]:
-    return lambda recipe: _is_loop(recipe) and _is_set(recipe, field)
+    return lambda recipe: _is_loop(recipe) and _set_to(recipe, field)
 
 
 def _lacks(field: str, needed: Mapping[str, object]) -> Callable[[Any], object]:
     return lambda recipe: (
-        _is_set(recipe, field)
-        and any(getattr(recipe, name) != value for name, value in needed.items())
+        any(getattr(recipe, name) != value for name, value in needed.items())
+        and _set_to(recipe, field)
     )
 
 
@@ -255,6 +256,7 @@ _TABLE: Table = {
             f"{field}={{{field}!r}} in a loop.": (
                 _in_a_loop(field),
                 "Only models that Megatron trains have it.",
+                f"--set {field}={{default}}",
             )
             for field in _OF_MEGATRON
         },
@@ -262,7 +264,7 @@ _TABLE: Table = {
             f"{field}={{{field}!r}} needs {_words(needed)}.": (
                 _lacks(field, needed),
                 reason,
-                f"--set {field}=..., or a recipe with {_words(needed)}",
+                f"--set {field}={{default}}, or a recipe with {_words(needed)}",
             )
             for field, (needed, reason) in _NEEDS.items()
         },

@@ -36,13 +36,13 @@ def from_pairs(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
     Raises:
         CppmegaError: `bad-accept`.
     """
-    found: dict[str, str] = {}
+    edits: dict[str, str] = {}
     for path, digest in pairs:
         if not _FILE.match(path) or ".." in path.split("/") or not _HASH.match(digest):
             raise _bad(f"{path}={digest} does not name a file below ROOT and its SHA-256.")
-        if found.setdefault(path, digest) != digest:
+        if edits.setdefault(path, digest) != digest:
             raise _bad(f"{path} is accepted with two hashes.")
-    return found
+    return edits
 
 
 def merged(pairs: Iterable[tuple[str, str]], words: Iterable[str]) -> dict[str, str]:

@@ -93,21 +93,21 @@ class Tree:
         Raises:
             CppmegaError: `two-distributions`, if one name is installed twice.
         """
-        found: dict[str, Distribution] = {}
+        by_name: dict[str, Distribution] = {}
         for folder in sorted(self.root.glob("*.dist-info")):
             name, version = named(folder)
             if name not in PACKAGES:
                 continue
-            if name in found:
+            if name in by_name:
                 raise CppmegaError(
                     "two-distributions",
-                    f"{self.root} holds {name} {found[name].version} and {version}.",
+                    f"{self.root} holds {name} {by_name[name].version} and {version}.",
                     "Files of two versions are mixed, and no RECORD shows which is which.",
                     f"pip uninstall {name} (twice), then install one version",
                 )
             data = self.read(f"{folder.name}/RECORD") or b""
-            found[name] = Distribution(name, version, records.hashes(data), sha256(data))
-        return found
+            by_name[name] = Distribution(name, version, records.hashes(data), sha256(data))
+        return by_name
 
     @cached_property
     def version(self) -> str:
@@ -266,13 +266,13 @@ class Tree:
     @cached_property
     def python_files(self) -> list[str]:
         """Every Python file of the packages that pages may target, relative to ROOT."""
-        found: list[str] = []
+        paths: list[str] = []
         for package in self.packages:
             for where, folders, files in os.walk(package):
                 folders[:] = sorted(name for name in folders if name != "__pycache__")
                 base = Path(where).relative_to(self.root).as_posix()
-                found += [f"{base}/{name}" for name in sorted(files) if name.endswith(".py")]
-        return found
+                paths += [f"{base}/{name}" for name in sorted(files) if name.endswith(".py")]
+        return paths
 
     def check(self, written: Mapping[str, Container[str]]) -> None:
         """Refuse a tree that cannot be patched safely, whatever the patches are.
@@ -416,9 +416,9 @@ def _editable(sites: Iterable[Path]) -> Iterator[Path]:
     """The folders from which megatron-core was installed with `pip install -e`, by PEP 610."""
     for site in sites:
         for file in site.glob("megatron_core-*.dist-info/direct_url.json"):
-            found = json.loads(file.read_bytes())
-            if found.get("dir_info", {}).get("editable"):
-                yield Path(unquote(urlsplit(found["url"]).path))
+            origin = json.loads(file.read_bytes())
+            if origin.get("dir_info", {}).get("editable"):
+                yield Path(unquote(urlsplit(origin["url"]).path))
 
 
 def part_of(path: str) -> str:

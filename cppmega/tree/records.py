@@ -15,15 +15,15 @@ from pathlib import Path
 @lru_cache(maxsize=64)
 def hashes(data: bytes) -> Mapping[str, str]:
     """Path -> SHA-256 in hex; files without a hash (RECORD itself, bytecode) are left out."""
-    found: dict[str, str] = {}
+    by_path: dict[str, str] = {}
     for row in csv.reader(data.decode(errors="replace").splitlines()):
         if len(row) == 3 and row[1].startswith("sha256="):
             digest = row[1].removeprefix("sha256=")
             try:
-                found[row[0]] = base64.urlsafe_b64decode(digest + "=" * (-len(digest) % 4)).hex()
+                by_path[row[0]] = base64.urlsafe_b64decode(digest + "=" * (-len(digest) % 4)).hex()
             except ValueError:
-                found[row[0]] = "torn"  # matches no hash, so that the file counts as edited
-    return found
+                by_path[row[0]] = "torn"  # matches no hash, so that the file counts as edited
+    return by_path
 
 
 def of_packages(root: Path, packages: tuple[str, ...]) -> dict[str, tuple[str, str]]:
@@ -31,7 +31,7 @@ def of_packages(root: Path, packages: tuple[str, ...]) -> dict[str, tuple[str, s
 
     Most lists do not mention them, and some have ten thousand lines, so only matches are parsed.
     """
-    found: dict[str, tuple[str, str]] = {}
+    owners: dict[str, tuple[str, str]] = {}
     wanted = tuple(f"{package}/".encode() for package in packages)
     for folder in sorted(root.glob("*.dist-info")):
         try:
@@ -43,5 +43,5 @@ def of_packages(root: Path, packages: tuple[str, ...]) -> dict[str, tuple[str, s
         lines = [line for line in data.splitlines() if line.startswith(wanted)]
         name = folder.name.removesuffix(".dist-info").replace("_", "-")
         for path, digest in hashes(b"\n".join(lines)).items():
-            found.setdefault(path, (name, digest))
-    return found
+            owners.setdefault(path, (name, digest))
+    return owners

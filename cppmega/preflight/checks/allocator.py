@@ -7,8 +7,6 @@ from cppmega.host import allocator
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import NotApplicable
 
-AFTER: tuple[str, ...] = ()
-
 
 def check(context: Context) -> str:
     """Set them as `cppmega.run` does, and read them as torch will.

@@ -9,8 +9,6 @@ from cppmega.preflight.context import Context
 from cppmega.preflight.findings import refuse
 from cppmega.recipe import Recipe
 
-AFTER: tuple[str, ...] = ()
-
 _OFF = ("", "0", "false", "off", "no")
 _LEFT = {
     "PYTHONOPTIMIZE": "Megatron checks its arguments with assert, which Python then leaves out",

@@ -10,8 +10,6 @@ from cppmega.preflight.context import Context
 from cppmega.preflight.findings import NotApplicable, Remark
 from cppmega.training.requirements import Start
 
-AFTER: tuple[str, ...] = ()
-
 
 def check(context: Context) -> str:
     """Divide the GPUs, and look up this host's name.

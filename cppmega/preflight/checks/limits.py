@@ -15,8 +15,6 @@ from cppmega.preflight.devices import gib
 from cppmega.preflight.findings import NotApplicable, refuse
 from cppmega.recipe import Recipe, arithmetic
 
-AFTER: tuple[str, ...] = ()
-
 _FILES = 4096
 _FILES_OF_A_LOOP = 256
 _SHARED = 2**27

@@ -7,8 +7,6 @@ from cppmega.errors import CppmegaError
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import refuse
 
-AFTER: tuple[str, ...] = ()
-
 
 def check(context: Context) -> str:
     """Compare the environment with the switches that broke runs.

@@ -9,8 +9,6 @@ from cppmega.errors import CppmegaError
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import NotApplicable, refuse
 
-AFTER: tuple[str, ...] = ()
-
 _VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from cppmega.preflight.context import Context
 
-AFTER: tuple[str, ...] = ()
-
 
 def check(context: Context) -> str:
     """Find the tree.

@@ -6,8 +6,6 @@ from cppmega.preflight.context import Context
 from cppmega.preflight.findings import NotApplicable
 from cppmega.training.requirements import Start
 
-AFTER: tuple[str, ...] = ()
-
 
 def check(context: Context) -> str:
     """Compare them with the environment of the launch.

@@ -16,8 +16,6 @@ from cppmega.host import packages as stack
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import Remark, refuse
 
-AFTER: tuple[str, ...] = ()
-
 
 def check(context: Context) -> str:
     """Read the metadata.

@@ -12,8 +12,6 @@ from cppmega.preflight.context import Context
 from cppmega.preflight.findings import NotApplicable, refuse
 from cppmega.recipe import Recipe
 
-AFTER: tuple[str, ...] = ()
-
 
 def check(context: Context) -> str:
     """Compare versions by the packages' metadata.
