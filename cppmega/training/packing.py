@@ -58,7 +58,11 @@ class Packed:
         padded = torch.tensor([*self.starts, total], dtype=torch.int32) if self.padded else None
         longest = max(end - start for start, end in zip(self.starts, ends, strict=True))
         known = {field.name for field in fields(PackedSeqParams)}
-        newer = {"tokens_per_sample": self.sample, "pad_between_seqs": self.padded}
+        newer = {
+            "total_tokens": total,
+            "tokens_per_sample": self.sample,
+            "pad_between_seqs": self.padded,
+        }
         params = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=real,
@@ -67,7 +71,6 @@ class Packed:
             cu_seqlens_kv_padded=padded,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
-            total_tokens=total,
             **{name: value for name, value in newer.items() if name in known},
         )
         if padded is not None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import make_dataclass
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -52,6 +56,20 @@ def test_padding_inside_the_pack() -> None:
     assert found.tokens.tolist() == [[1, END, END, END, 2, 3, END, END]]
     assert found.loss_mask.tolist() == [[1, 0, 0, 0, 1, 1, 0, 0]]
     assert found.squares == (4 + 9) / 5
+
+
+@pytest.mark.parametrize("newer", [(), ("total_tokens", "tokens_per_sample")])
+def test_params_have_the_fields_of_the_release(
+    monkeypatch: pytest.MonkeyPatch, newer: tuple[str, ...]
+) -> None:
+    """Megatron 0.16 has no `total_tokens`."""
+    old = ("qkv_format", *(f"cu_seqlens_{of}" for of in ("q", "kv", "q_padded", "kv_padded")))
+    names = (*old, "max_seqlen_q", "max_seqlen_kv", *newer)
+    module = SimpleNamespace(PackedSeqParams=make_dataclass("PackedSeqParams", names))
+    monkeypatch.setitem(sys.modules, "megatron.core.packed_seq_params", module)
+    found = vars(packed([[1, 2, END, 3, 4, 5, 6]]).params("cpu"))
+    assert found["cu_seqlens_q"].tolist() == [0, 3, 6] and set(found) == set(names)
+    assert found.get("total_tokens", 6) == found.get("tokens_per_sample", 6) == 6
 
 
 def test_a_cut_document_keeps_the_label_of_its_last_token() -> None:
