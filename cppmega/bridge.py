@@ -43,7 +43,8 @@ def _auto_bridge() -> Any:
     try:
         from megatron.bridge import AutoBridge
 
-        import_module("megatron.bridge.training.model_load_save")  # missed at the end otherwise
+        for used in ("model_load_save", "post_training.checkpointing"):
+            import_module(f"megatron.bridge.training.{used}")  # missed at the end otherwise
     except ImportError as error:
         raise CppmegaError(
             "package-missing",

@@ -53,6 +53,8 @@ def test_checkpoints_are_converted_on_the_patched_tree_only(bench: Bench) -> Non
         "megatron/bridge/__init__.py": BRIDGE,
         f"{training}/__init__.py": "",
         f"{training}/model_load_save.py": "",
+        f"{training}/post_training/__init__.py": "",
+        f"{training}/post_training/checkpointing.py": "",
     }
     root, stock = bench.tree(files=files), bench.tree("stock", apply=False, files=files)
     tree, like = ("--megatron", str(root)), ("--like", "org/model")
