@@ -268,6 +268,24 @@ def stacks() -> str:
     return "\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines) + "\n"
 
 
+def kernel_sizes() -> str:
+    """A row for each kernel: its shared memory on each architecture under each Triton."""
+    by_triton = json.loads((RESULTS / "kernel_sizes.json").read_text())
+    tritons = sorted(by_triton, key=Version)
+    archs = sorted(by_triton[tritons[0]], key=int)
+    names = sorted({name for each in by_triton.values() for of in each.values() for name in of})
+    lines = [["kernel", *(f"sm_{arch}" for arch in archs)], ["---"] * (1 + len(archs))]
+    for name in names:
+        found = [[by_triton[triton][arch].get(name) for triton in tritons] for arch in archs]
+        shown = (
+            " / ".join("-" if one is None else f"{one / 1024:.1f}" for one in each)
+            for each in found
+        )
+        lines.append([f"`{name}`", *shown])
+    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return f"\nKiB under Triton {' / '.join(tritons)}:\n\n{table}\n"
+
+
 def cli() -> str:
     """Times of the commands."""
     return (RESULTS / "cli.md").read_text()
@@ -287,4 +305,4 @@ if __name__ == "__main__":
     status = readme.parent / "docs" / "production.md"
     status.write_text(filled(status.read_text(), {"production": production.page()}))
     tested = status.with_name("stacks.md")
-    tested.write_text(filled(tested.read_text(), {"stacks": stacks()}))
+    tested.write_text(filled(tested.read_text(), {"stacks": stacks(), "sizes": kernel_sizes()}))

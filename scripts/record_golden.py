@@ -3,7 +3,9 @@
 Inspect `cppmega diff PAGE` before you commit new hashes: they declare that the bytes are intended.
 
 The name `kernel_memory` records what shared memory the kernels of tests/ops take, by compiling all
-of them, which takes minutes; with TESTS_RECOMPILE=0, it compiles only those that have changed.
+of them, which takes minutes; with TESTS_RECOMPILE=0, it compiles only those that have changed. The
+name `kernel_sizes` writes the most that each kernel takes under the Triton of this environment into
+benchmarks/results/kernel_sizes.json, beside what it takes under others.
 """
 
 import argparse
@@ -21,6 +23,7 @@ from tests.ops import memory_record
 from tests.support import laws
 
 MEMORY = memory_record.FILE.stem
+SIZES = laws.REPOSITORY / "benchmarks" / "results" / "kernel_sizes.json"
 
 
 def main() -> None:
@@ -30,17 +33,20 @@ def main() -> None:
         nargs="*",
         metavar="PAGE",
         help="pages to record, besides all pages together (default: every page; hashes of pages "
-        f"that no longer exist are removed), or {MEMORY}, which is recorded only if it is named",
+        f"that no longer exist are removed), or {MEMORY} or {SIZES.stem}, which are recorded only "
+        "if they are named",
     )
     names = parser.parse_args().pages
     for name in names:
-        if name not in (*laws.names(), MEMORY):
+        if name not in (*laws.names(), MEMORY, SIZES.stem):
             parser.error(f"there is no page {name}")
     with tempfile.TemporaryDirectory(prefix="cppmega-golden-") as scratch:
         os.environ["TESTS_SCRATCH"] = scratch  # for trees of several packages
         if MEMORY in names:
             record_memory()
-        named = [name for name in names if name != MEMORY]
+        if SIZES.stem in names:
+            record_sizes()
+        named = [name for name in names if name not in (MEMORY, SIZES.stem)]
         if named or not names:
             record(named or laws.names())
     if not names:
@@ -58,6 +64,21 @@ def record(names: list[str]) -> None:
 def record_memory() -> None:
     """Write what the tests of shared memory ask for, and nothing that they no longer ask for."""
     os.environ.setdefault(memory_record.RECOMPILE, "1")
+    _ask()
+    _write(memory_record.FILE, memory_record.asked())
+
+
+def record_sizes() -> None:
+    """Write what the tests of shared memory find under this Triton; what is recorded, is known."""
+    import triton
+
+    _ask()
+    old = json.loads(SIZES.read_text()) if SIZES.exists() else {}
+    _write(SIZES, {**old, triton.__version__: memory_record.largest()})
+
+
+def _ask() -> None:
+    """Run the tests that ask for the shared memory of kernels."""
     tests = [
         f"{file}::{test.name}"
         for file in sorted((laws.REPOSITORY / "tests" / "ops").rglob("test_*.py"))
@@ -69,7 +90,6 @@ def record_memory() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-n", str(os.cpu_count()), *tests]
     if subprocess.run(command, cwd=laws.REPOSITORY).returncode:
         sys.exit("tests failed, and nothing is recorded")
-    _write(memory_record.FILE, memory_record.asked())
 
 
 def _write(file: Path, content: object) -> None:

@@ -109,7 +109,9 @@ def shared_memory(kernel: Any, given: dict[str, Any], arch: int) -> int:
     assert not TF32.search(str(module)), "multiplies fp32 in tf32"
     # All that the other passes are given, and they take six times as long as the first.
     key = memory_record.key_of(module.str_nodebug(), options.hash(), arch, getsource(_lowered))
-    return memory_record.known(key, arch, lambda: _lowered(module, stages, metadata))
+    family = kernel.fn.__module__.removeprefix("cppmega.ops.")
+    name = f"{family}.{kernel.__name__}" if family != kernel.fn.__module__ else kernel.__name__
+    return memory_record.known(key, arch, lambda: _lowered(module, stages, metadata), name)
 
 
 def check_fits(

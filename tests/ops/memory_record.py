@@ -45,8 +45,14 @@ def key_of(module: str, options: str, arch: int, passes: str) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def known(key: str, arch: int, compiled: Callable[[], int]) -> int:
+def known(key: str, arch: int, compiled: Callable[[], int], name: str = "") -> int:
     """The recorded answer, or that of compiling.
+
+    Args:
+        key: of `key_of`.
+        arch: the architecture.
+        compiled: finds the answer.
+        name: of the kernel.
 
     Raises:
         AssertionError: a recorded answer was sampled, and is wrong.
@@ -59,16 +65,29 @@ def known(key: str, arch: int, compiled: Callable[[], int]) -> int:
     else:
         found = recorded
     with _asked().open("a") as file:  # one short line, which other processes do not tear
-        file.write(json.dumps([str(arch), key, found]) + "\n")
+        file.write(json.dumps([str(arch), key, found, name]) + "\n")
     return found
 
 
 def asked() -> Record:
     """All that this session of pytest, or the one with this scratch folder, has asked for."""
     found: Record = {}
-    for line in _asked().read_text().splitlines() if _asked().exists() else ():
-        arch, key, size = json.loads(line)
+    for arch, key, size, _ in _lines():
         found.setdefault(arch, {})[key] = size
+    return found
+
+
+def largest() -> Record:
+    """The most bytes that each kernel takes in these launches, by architecture and name.
+
+    Those of tests have no family, and are left out.
+    """
+    found: Record = {}
+    for arch, _, size, name in _lines():
+        if "." not in name:
+            continue
+        of_arch = found.setdefault(arch, {})
+        of_arch[name] = max(size, of_arch.get(name, 0))
     return found
 
 
@@ -78,6 +97,11 @@ def unrecorded() -> int:
         return 0
     recorded = _read(FILE)
     return sum(len(found.keys() - recorded.get(arch, {})) for arch, found in asked().items())
+
+
+def _lines() -> list[tuple[str, str, int, str]]:
+    text = _asked().read_text() if _asked().exists() else ""
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def _ignored() -> bool:

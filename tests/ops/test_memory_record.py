@@ -127,11 +127,16 @@ def test_what_is_compiled(compiled: list[str]) -> None:
     sizes = {"a": 1, "b": 2, "c": 3, "d": 4, "e": 6}
 
     def size_of(key: str) -> int:
-        return known(key, 90, lambda: compiled.append(key) or sizes[key])  # type: ignore[func-returns-value]
+        def compiles() -> int:
+            compiled.append(key)
+            return sizes[key]
+
+        return known(key, 90, compiles, "family.kernel")
 
     assert [size_of(key) for key in "dcbae"] == [4, 3, 2, 1, 6]
     assert compiled == ["b", "a", "e"]  # e is recorded of another architecture
     assert memory_record.asked() == {"90": sizes}
+    assert memory_record.largest() == {"90": {"family.kernel": 6}}
     assert memory_record.unrecorded() == 1
 
 
