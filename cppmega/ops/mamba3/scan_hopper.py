@@ -14,7 +14,7 @@ from cppmega.ops.mamba3.tiles_gluon import descriptor
 from cppmega.ops.mamba3.values_gluon import values_sm90_kernel
 from cppmega.ops.mamba3.vectors_triton import vectors_kernel
 
-SHARED = ("queries", "keys", "theta", "x", "z", "x_b", "x_l", "z_b", "z_l", "starts", "PACKED")
+SHARED = ("queries", "keys", "theta", "starts", "PACKED")
 """Arguments of the other kernels that these have too."""
 
 
@@ -77,9 +77,25 @@ def _given(problem: Any, named: dict[str, Any]) -> dict[str, Any]:
     learned = [each.flatten(1) for each in (named["query_bias"], named["key_bias"], *weights)]
     return {
         **{name: named[name] for name in SHARED},
+        **values_of(named),
         "vectors": vectors,
         "rate": torch.tanh(problem.inputs.angles.float()).contiguous(),
         "by_head": functional.pad(torch.cat(learned, 1), (0, 64 * rank)),
         **{"length": length, "chunks": chunks, "H": heads, "G": groups, "R": rank},
         **{"num_warps": 8, "maxnreg": 128},
     }
+
+
+def values_of(named: dict[str, Any]) -> dict[str, Any]:
+    """x and z with their strides, copied where rows do not begin at multiples of 16 elements.
+
+    Triton knows of strides and addresses only whether 16 divides them, and an asynchronous copy of
+    less than 4 bytes that are known to be next to each other does not compile.
+    """
+    given: dict[str, Any] = {}
+    for name in ("x", "z"):
+        values: Tensor = named[name]
+        if any(at % 16 for at in (values.data_ptr(), *values.stride()[:2])):
+            values = values.contiguous()
+        given |= {name: values, f"{name}_b": values.stride(0), f"{name}_l": values.stride(1)}
+    return given

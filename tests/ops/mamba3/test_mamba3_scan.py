@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 
 INTERPRETED = """
 import torch
+from torch.nn import functional
 from cppmega.ops.mamba3 import scan
 from tests.ops.mamba3.checks import Shape
 from tests.ops.mamba3.scan_checks import check, check_layouts
@@ -65,6 +66,19 @@ def test_programs_fit_a_multiprocessor(
     assert len(launches) == (11 if scan.on_hopper(inputs) else 9)
     for kernel, arguments in launches:
         assert programs * shared_memory(kernel, arguments, arch) <= LIMITS[arch] << 10
+
+
+def test_rows_at_odd_places_compile_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scan, "gpu_of", lambda device: Gpu((9, 0), LIMITS[90] << 10))
+    launches = record(monkeypatch, [scan, scan_hopper])
+    inputs, parameters = drawn(WHOLE, torch.bfloat16)
+    x, z = (torch.nn.functional.pad(each.flatten(2), (0, 8)) for each in inputs[:2])
+    apart = inputs._replace(
+        **{name: each[..., :-8].view(inputs.x.shape) for name, each in (("x", x), ("z", z))}
+    )
+    scan.forward(operands.plain(inputs, parameters, "softplus"), apart, parameters, None)
+    kernel, arguments = next(one for one in launches if one[0].__name__ == "forward_sm90_kernel")
+    assert shared_memory(kernel, arguments, 90) > 0
 
 
 def test_a_gpu_that_is_too_old_or_small_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
