@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import date
 from importlib import metadata
@@ -60,6 +62,8 @@ def places(data: str, required: bool = True) -> Callable[[Any], Any]:
     def decorated(command: Any) -> Any:
         @functools.wraps(command)
         def given(site: Path, work: Path, out: Path, data: Path | None, **named: Any) -> Any:
+            # As an exception, so that a call that is ended ends the runs that it has started.
+            signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
             folders = site.resolve(), work.resolve(), out.resolve()
             return command(Places(*folders, data and data.resolve()), **named)
 

@@ -111,6 +111,21 @@ class Bench:
             MemoryError: its GPU had too little memory.
             ClickException: it failed.
         """
+        try:
+            self._watch(name, process, until, after)
+        except BaseException:  # also of a caller that is ended: ranks outlive their parent
+            kill(process)
+            raise
+        if process.returncode:
+            said = self.log(name).read_text(errors="replace")
+            if "OutOfMemoryError" in said:
+                raise MemoryError(name)
+            raise click.ClickException(f"{name} exited with {process.returncode}:\n{said[-3000:]}")
+
+    def _watch(
+        self, name: str, process: subprocess.Popen[bytes], until: int | None, after: int
+    ) -> None:
+        """Wait as `wait` does, which ends the run at an error."""
         started = heard = time.monotonic()
         shown, written = 0, -1
         while process.poll() is None:
@@ -124,18 +139,11 @@ class Bench:
             size = sum(file.stat().st_size for file in files if file.is_file())
             heard, written = (heard if size == written else now), size
             if now > started + self.timeout:
-                kill(process)
                 raise TimeIsUp(f"{name} ran for more than {self.timeout:.0f} s")
             if now > heard + self.quiet:
-                kill(process)
                 tail = self.log(name).read_text(errors="replace")[-3000:]
                 raise StoodStill(f"{name} stood still for {self.quiet:.0f} s:\n{tail}")
             time.sleep(self.period)
-        if process.returncode:
-            said = self.log(name).read_text(errors="replace")
-            if "OutOfMemoryError" in said:
-                raise MemoryError(name)
-            raise click.ClickException(f"{name} exited with {process.returncode}:\n{said[-3000:]}")
 
 
 def trained(bench: Any, name: str, tree: Path, *options: str) -> list[Row] | None:
