@@ -58,9 +58,15 @@ class Series:
         data = self.places.data or runs.prepare(corpus, self.places.site, structured)
         bench = Bench(recipe, (), *self.places._replace(data=data), 1.0)
         facts = {**runs.header(bench), "benchmark": self.benchmark}
-        del facts["recipe"], facts["changes"], facts["data"]
+        del facts["recipe"], facts["changes"]
         facts["gpus"] = self.gpus or facts["gpus"]
         target = f"{self.benchmark}_{card(facts['stack']['gpu'])}"
+        earlier = results.read(self.places.out, target).get("models", {}).get(name)
+        if earlier is not None and earlier.get("data") != facts["data"]:
+            raise click.ClickException(
+                f"{target}.json in {self.places.out} has runs of {name} on other data, with which "
+                "these cannot be compared. Give that --data, or another --out."
+            )
         for turn, label in order:
             if self._wanted(target, name, label, turn):
                 found = self._measured(bench, name, model, label, turn)
@@ -109,8 +115,9 @@ class Series:
         found: dict[str, Any],
     ) -> None:
         with results.changing(self.places.out, target) as result:
-            result.update(facts)
-            made = {"recipe": model.recipe, "changes": [*model.shared], "runs": {}}
+            made = {"recipe": model.recipe, "changes": [*model.shared], "data": facts["data"]}
+            made["runs"] = {}
+            result.update({fact: value for fact, value in facts.items() if fact != "data"})
             of = result.setdefault("models", {}).setdefault(name, made)
             every = {**of["runs"], label: [*of["runs"].get(label, []), found]}
             of["runs"] = {each: every[each] for each in model.runs if each in every}

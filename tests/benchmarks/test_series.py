@@ -33,7 +33,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any,
 
     facts = {"recipe": "", "changes": [], "data": {}, "gpus": 1, "stack": {"gpu": "NVIDIA H200"}}
     monkeypatch.setattr(series.runs, "trained", trained)
-    monkeypatch.setattr(series.runs, "header", lambda bench: dict(facts))
+    monkeypatch.setattr(series.runs, "header", lambda bench: facts | {"data": str(bench.data)})
     monkeypatch.setattr(series.Bench, "tree", lambda bench, name: tmp_path)
     monkeypatch.setattr(series, "measured", lambda rows: {"milliseconds": len(started)})
     places = results.Places(tmp_path, tmp_path, tmp_path, tmp_path)
@@ -57,6 +57,15 @@ def test_the_next_call_makes_what_is_missing(made: tuple[Any, list[str]]) -> Non
     found = json.loads((first.places.out / "made_h200.json").read_text())
     runs = found["models"]["small"]["runs"]
     assert runs == {"first": [{"milliseconds": 1}], "second": [{"milliseconds": 3}]}
+
+
+def test_runs_on_other_data_are_not_added(made: tuple[Any, list[str]], tmp_path: Path) -> None:
+    first, started = made
+    first.model("small", MODEL, [(0, "first")])
+    other = replace(first, places=first.places._replace(data=tmp_path / "other"))
+    with pytest.raises(click.ClickException, match="on other data"):
+        other.model("small", MODEL, [(1, "first")])
+    assert started == ["small-first-0"]
 
 
 def test_no_run_starts_without_time(made: tuple[Any, list[str]]) -> None:
