@@ -25,6 +25,7 @@ from typing import Any
 import click
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch
 
 from benchmarks.harness import gpu, results
 from benchmarks.mhc_others import (
@@ -272,6 +273,8 @@ def page(report: dict[str, Any]) -> str:
 @results.out_option()
 @click.option("--only", multiple=True, help="only shapes whose names begin with this")
 def main(dev: Path | None, out: Path, only: tuple[str, ...]) -> None:
+    # Backward passes are timed by themselves, again and again on the same graph.
+    functorch.donated_buffer = False
     name, speed = f"mhc_{gpu.card()}", bandwidth()
     report: dict[str, Any] = {
         **results.stack("triton", "transformer-engine", "liger-kernel"),
