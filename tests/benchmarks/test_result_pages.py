@@ -14,6 +14,7 @@ from tests.support import REPOSITORY
 pytest.importorskip("torch")
 RESULTS = REPOSITORY / "benchmarks" / "results"
 BENCHMARKS = {
+    "context_parallel": ("slices.context_parallel", "page"),
     "mhc_training": ("slices.training", "table"),
     "mhc_with": ("slices.mhc_with", "page"),
     "models": ("models", "page"),
