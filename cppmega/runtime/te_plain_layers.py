@@ -75,17 +75,42 @@ def experts(layer: Any, x: Tensor, splits: Sequence[int]) -> Tensor | None:
     Returns:
         `[tokens, N]`, or None for what `linear` does not compute either.
     """
-    names = vars(layer).get(_PLAIN)
-    if names is None:
-        names = vars(layer)[_PLAIN] = _plain_experts(layer)
-    if not names or not isinstance(splits, list) or x.dim() != 2:
-        return _left(_MORE)
-    weights = [layer._parameters[name] for name in names]
-    if not _computes_plainly(x, weights[0]):
-        return _left(_NOW)
-    if not _calls_its_own(_EXPERTS, "GroupedLinear", "general_grouped_gemm"):
-        return _left(_REPLACED)
+    reason = experts_obstacle(layer, x) if isinstance(splits, list) else _MORE
+    if reason is not None:
+        return _left(reason)
     served(_PAGE)
+    return products_of_experts(layer, x, splits)
+
+
+def experts_obstacle(layer: Any, x: Tensor) -> str | None:
+    """Why products alone do not compute the layers of all experts, as a clause; None if they do.
+
+    Args:
+        layer: a Megatron `TEGroupedLinear`.
+        x: the tokens of all experts, or a tensor of their type and device, of two dimensions.
+    """
+    names = _names_of_weights(layer)
+    if not names or x.dim() != 2:
+        return _MORE
+    if not _computes_plainly(x, layer._parameters[names[0]]):
+        return _NOW
+    if not _calls_its_own(_EXPERTS, "GroupedLinear", "general_grouped_gemm"):
+        return _REPLACED
+    return None
+
+
+def products_of_experts(layer: Any, x: Tensor, splits: Sequence[int]) -> Tensor:
+    """The result of the layers of all experts for a call that `experts_obstacle` does not name.
+
+    Args:
+        layer: a Megatron `TEGroupedLinear`.
+        x: `[tokens, K]`.
+        splits: the number of tokens of each expert, once or in several rounds.
+
+    Returns:
+        `[tokens, N]`.
+    """
+    weights = [layer._parameters[name] for name in _names_of_weights(layer)]
     # In the first micro-batch, which Megatron marks, gradients replace main_grad, as in
     # Transformer Engine.
     first = not layer.disable_parameter_transpose_cache and layer.is_first_microbatch
@@ -93,6 +118,14 @@ def experts(layer: Any, x: Tensor, splits: Sequence[int]) -> Tensor | None:
     products = sys.modules[_PRODUCTS].general_grouped_gemm
     fused = layer.fuse_wgrad_accumulation
     return grouped_linear(x, splits, weights, products, fused=fused, first=first)
+
+
+def _names_of_weights(layer: Any) -> tuple[str, ...]:
+    """The names of the weights of all experts, of a layer that only multiplies; else none."""
+    names: tuple[str, ...] | None = vars(layer).get(_PLAIN)
+    if names is None:
+        names = vars(layer)[_PLAIN] = _plain_experts(layer)
+    return names
 
 
 def _left(reason: str) -> Tensor | None:

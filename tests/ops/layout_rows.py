@@ -30,6 +30,7 @@ from cppmega.ops.pointwise import dsa_indexer_prologue, hadamard_triton, rope, r
 from cppmega.ops.pointwise.grouped_linear import grouped_linear
 from cppmega.ops.pointwise.linear import linear, padded_linear
 from cppmega.ops.pointwise.split_columns import split_columns
+from cppmega.ops.pointwise.weighted_gelu import weighted_gelu
 from tests.ops.layouts import EXPANDED, LAYOUTS
 from tests.ops.pointwise.test_grouped_linear import products
 
@@ -339,6 +340,11 @@ ROWS: dict[str, Row] = {
             "given": draw.fp32(tokens, experts),
         },
         router_gating.gradients,
+    ),
+    "weighted_gelu": Row(
+        ("weighted_gelu.weighted_gelu",), {"rows": 5, "width": 3}, ("rows", "width"),
+        lambda draw, rows, width: {"x": draw(rows, width), "weights": draw.fp32(rows, 1)},
+        weighted_gelu,
     ),
     "hadamard": Row(
         ("hadamard.walsh_hadamard",), SB, ("s", "b"), lambda draw, s, b: {"x": draw(s, b, 8)},

@@ -63,6 +63,18 @@ hook = importlib.import_module(f"{ops}.tilelang_dsa").fused_sparse_mla_absorbed
 q, kv = torch.randn(8, 1, 16, 320).bfloat16(), torch.randn(8, 1, 1, 320).bfloat16()
 hook(q, kv, torch.zeros(1, 8, 64).long(), 0.1, 256)
 """,
+    "expert_gelu_kernel": """
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+off = type("Off", (), {"__getattr__": lambda self, name: False})()
+linear = type("Linear", (torch.nn.Module,), {"forward": lambda self, x, splits: (x, None)})
+own = TEGroupedMLP.__new__(TEGroupedMLP)
+torch.nn.Module.__init__(own)
+own.config, own.linear_fc1, own.linear_fc2 = off, linear(), linear()
+own.activation_func, own._with_fused_impl = torch.nn.functional.gelu, False
+own.offload_expert_fc1 = own.offload_moe_act = own.activation_recompute = False
+with stand_ins.on_gpu("pointwise.weighted_gelu_triton"):
+    own(torch.randn(5, 8).double(), torch.tensor([2, 3]), torch.rand(5))
+""",
     "linear_ce_gpt_head": "with_own_loss(linear_ce.gpt())",
     "linear_ce_hybrid_head": "with_own_loss(linear_ce.hybrid())",
     "mla_rope_kernel": """

@@ -24,12 +24,13 @@ def grouped_linear(
     fused: bool = False,
     first: bool = False,
 ) -> Tensor:
-    """`x[i] @ weights[i].T` for the i-th part of the rows of x, summed in fp32.
+    """`x[i] @ weights[i % len(weights)].T` for the i-th part of the rows of x, summed in fp32.
 
     Args:
         x: `[tokens, K]`, bf16 or fp16.
-        splits: the rows of each part, which may have none; they sum to `tokens`.
-        weights: as many, `[N, K]` each, of the type of x.
+        splits: the rows of each part, which may have none; they sum to `tokens`. There may be
+            several rounds of parts, each with one part for each weight.
+        weights: as many as a round has parts, `[N, K]` each, of the type of x.
         products: computes all products of one kind.
         fused: whether Megatron's gradient accumulation fusion is on, with which the gradients of
             the weights go to their `main_grad`, in the type of that.
@@ -40,10 +41,12 @@ def grouped_linear(
         `[tokens, N]`.
 
     Raises:
-        ValueError: there are no weights.
+        ValueError: there are no weights, or the parts are no whole rounds.
     """
     if not weights:
         raise ValueError("there are no weights, which have the number of output columns")
+    if not splits or len(splits) % len(weights):
+        raise ValueError(f"{len(splits)} parts of {len(weights)} weights")
     choice = (list(splits), products, fused, first)
     out: Tensor = _GroupedLinear.apply(x, choice, *weights)
     return out
@@ -60,7 +63,8 @@ class _GroupedLinear(torch.autograd.Function):
         main_grads = [MainGrad.of(weight) for weight in weights] if fused else [None]
         ctx.main_grads = None if None in main_grads else main_grads
         out = x.new_empty(len(x), len(weights[0]))
-        _compute(products, weights, x.split_with_sizes(splits), [out], splits, "TN")
+        each = weights * (len(splits) // len(weights))
+        _compute(products, each, x.split_with_sizes(splits), [out], splits, "TN")
         return out
 
     @staticmethod
@@ -71,7 +75,8 @@ class _GroupedLinear(torch.autograd.Function):
         d_x = None
         if ctx.needs_input_grad[0]:
             d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-            _compute(ctx.products, weights, parts, [d_x], ctx.splits, "NN")
+            each = weights * (len(parts) // len(weights))
+            _compute(ctx.products, each, parts, [d_x], ctx.splits, "NN")
         d_weights: Sequence[Tensor | None] = [None] * len(weights)
         if any(ctx.needs_input_grad[2:]):
             d_weights = _weight_gradients(ctx, x.split_with_sizes(ctx.splits), parts, weights)
@@ -83,12 +88,22 @@ def _weight_gradients(
 ) -> Sequence[Tensor | None]:
     """The gradients of the weights, or the values to return if `main_grad` received them."""
     main_grads: list[MainGrad] | None = ctx.main_grads
+    experts = len(weights)
     if main_grads is None:
-        own = list(weights[0].new_empty(len(weights), *weights[0].shape).unbind())
-        _compute(ctx.products, inputs, gradients, own, ctx.splits, "NT")
-        return own
-    buffers = [main_grad.buffer for main_grad in main_grads]
-    _compute(ctx.products, inputs, gradients, buffers, ctx.splits, "NT", accumulate=not ctx.first)
+        # The sums of several rounds are rounded once, at their end.
+        dtype = weights[0].dtype if len(inputs) == experts else torch.float32
+        own = weights[0].new_empty(experts, *weights[0].shape, dtype=dtype)
+        to = list(own.unbind())
+    else:
+        to = [main_grad.buffer for main_grad in main_grads]
+    adds = main_grads is not None and not ctx.first
+    for start in range(0, len(inputs), experts):
+        part = slice(start, start + experts)
+        own_splits = ctx.splits[part]
+        _compute(ctx.products, inputs[part], gradients[part], to, own_splits, "NT", accumulate=adds)
+        adds = True
+    if main_grads is None:
+        return list(own.to(weights[0].dtype).unbind())
     return [main_grad.added() for main_grad in main_grads]
 
 

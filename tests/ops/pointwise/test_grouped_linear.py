@@ -85,6 +85,33 @@ def test_a_weight_without_a_buffer_has_its_gradient_returned() -> None:
     assert not weights[0].main_grad.any()
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+def test_several_rounds_share_the_weights(fused: bool, first: bool) -> None:
+    x, weights, upstream = operands()
+    splits = [1, 0, 2, 0, 1, 4]
+    parts = zip(x.split(splits), weights * 2, strict=True)
+    wanted = torch.cat([part @ weight.t() for part, weight in parts])
+    exact = torch.autograd.grad(wanted, (x, *weights), upstream)
+    for weight in weights:
+        weight.main_grad = torch.ones(N, K, dtype=torch.float64)
+        weight.grad_added_to_main_grad = False
+    out = grouped_linear(x, splits, weights, products, fused=fused, first=first)
+    out.backward(upstream)
+    torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(x.grad, exact[0])
+    for weight, own in zip(weights, exact[1:], strict=True):
+        found = weight.main_grad - int(not first) if fused else weight.grad
+        torch.testing.assert_close(found, own, rtol=1e-5, atol=1e-5)
+
+
+def test_parts_that_are_no_whole_rounds_are_refused() -> None:
+    x, weights, _ = operands()
+    for splits in ([8], [2, 2, 2, 2], []):
+        with pytest.raises(ValueError, match="parts of 3 weights"):
+            grouped_linear(x, splits, weights, products)
+
+
 def test_only_what_is_asked_for_is_computed() -> None:
     x, weights, upstream = operands()
     ran: list[str] = []
