@@ -74,6 +74,7 @@ _GLUE = (
     *("mla_rope_kernel", "router_gating_backward", "te_plain_layers", "te_permutation_calls"),
     *("optimizer_copies_at_once", "grad_checks_no_host_sync"),
 )
+_EXPERTS_GLUE = ("moe_chunks_unsorted", "expert_gelu_kernel")
 _ONE = "micro_batch_size=1"
 _ALONE = (
     *("gpus=1", "tensor_model_parallel_size=1", "pipeline_model_parallel_size=1"),
@@ -106,6 +107,9 @@ ROWS: Mapping[str, Row] = {
     "share": Row(_ALONE, shares=True),
     # Without the pages that save time between the large kernels.
     "glue": Row(without=_GLUE),
+    # Without what is new between the products of experts.
+    "experts_glue": Row(without=_EXPERTS_GLUE),
+    "sorted": Row(without=_EXPERTS_GLUE[:1]),
     "stock": Row((*_STOCK, _ONE), without=(*_DSA, *_GLUE)),
     "stock_two": Row((*_STOCK, "micro_batch_size=2"), without=(*_DSA, *_GLUE)),
     "one": Row((_ONE,)),

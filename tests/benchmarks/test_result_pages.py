@@ -29,6 +29,7 @@ NAMES = {
     "configurations": ("configurations", "table"),
     "dsa_attention_h200": ("dsa_attention", "table"),
     "dsa_indexer_h200": ("dsa_indexer", "table"),
+    "experts_glue_h200": ("experts_glue", "page"),
     "hadamard_h200": ("hadamard", "page"),
     "input_embeddings_h200": ("input_embeddings", "table"),
     "linear_cross_entropy_h200": ("linear_cross_entropy", "page"),
