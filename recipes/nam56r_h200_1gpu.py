@@ -17,8 +17,11 @@ RECIPE = _BASE.with_(
     recompute_modules=("moe_act", "mlp", "mla_up_proj"),
     keep_checkpoints=1,  # 75.9 GiB each
     async_save=True,  # training waits for copies on the host, which are as large
-    # Both change the order of sums: `python -m cppmega.apply_patches --recipe nam56r_h200_1gpu`.
-    patches=(*_BASE.patches, "te_plain_layers", "router_gating_backward"),
+    # They change sums or roundings: `python -m cppmega.apply_patches --recipe nam56r_h200_1gpu`.
+    patches=(
+        *(*_BASE.patches, "te_plain_layers", "router_gating_backward"),
+        *("moe_chunks_unsorted", "expert_gelu_kernel"),
+    ),
     overlap_grad_reduce=False,
     overlap_param_gather=False,
 )
