@@ -239,7 +239,10 @@ def verify() -> None:
         kind = moe_layer.MoELayer
         made = kind.__new__(kind)
         torch.nn.Module.__init__(made)
-        made.config = SimpleNamespace(overlap_dispatch_backward_with_experts_wgrad=False)
+        made.config = SimpleNamespace(
+            overlap_dispatch_backward_with_experts_wgrad=False,
+            fp8=None,  # for selective_fp8_moe, where that is on
+        )
         made.token_dispatcher, made.experts = dispatcher, own
         return made
 
