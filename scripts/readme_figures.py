@@ -15,8 +15,9 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from packaging.version import Version
@@ -255,6 +256,11 @@ def upstream() -> str:
     return "; ".join(counts) + ".\n"
 
 
+def tables() -> dict[str, str]:
+    """What docs/stacks.md shows of results, by the name of its place."""
+    return {"stacks": stacks(), "sizes": kernel_sizes(), "spills": kernel_spills()}
+
+
 def stacks() -> str:
     """A row for each stack that was installed and tested, and a column for each step."""
     found = json.loads((RESULTS / "stacks.json").read_text())
@@ -268,22 +274,44 @@ def stacks() -> str:
     return "\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines) + "\n"
 
 
+Cells = Mapping[str, Mapping[str, Any]]
+"""What is known of kernels: by architecture and name."""
+
+
 def kernel_sizes() -> str:
     """A row for each kernel: its shared memory on each architecture under each Triton."""
-    by_triton = json.loads((RESULTS / "kernel_sizes.json").read_text())
-    tritons = sorted(by_triton, key=Version)
-    archs = sorted(by_triton[tritons[0]], key=int)
-    names = sorted({name for each in by_triton.values() for of in each.values() for name in of})
+    found = _of_kernels("shared")
+    names = {name for archs in found.values() for of in archs.values() for name in of}
+    return f"\nKiB under {_by_kernel(found, names, lambda size: f'{size / 1024:.1f}')}"
+
+
+def kernel_spills() -> str:
+    """A row for each kernel that spills registers on some architecture under some Triton."""
+    found = _of_kernels("spills")
+    every = [item for archs in found.values() for of in archs.values() for item in of.items()]
+    names = {name for name, (spilled, _) in every if spilled}
+    told = "; ".join(
+        f"{len({name for of in archs.values() for name in of})} under {triton}"
+        for triton, archs in found.items()
+    )
+    table = _by_kernel(found, names, lambda spill: "{} ({})".format(*spill))
+    return f"\nKernels assembled: {told}. Bytes (registers) under {table}"
+
+
+def _of_kernels(what: str) -> dict[str, Cells]:
+    found = json.loads((RESULTS / "kernel_sizes.json").read_text())
+    return {triton: found[triton].get(what, {}) for triton in sorted(found, key=Version)}
+
+
+def _by_kernel(found: Mapping[str, Cells], names: set[str], shown: Callable[[Any], str]) -> str:
+    archs = sorted({arch for archs in found.values() for arch in archs}, key=int)
     lines = [["kernel", *(f"sm_{arch}" for arch in archs)], ["---"] * (1 + len(archs))]
-    for name in names:
-        found = [[by_triton[triton][arch].get(name) for triton in tritons] for arch in archs]
-        shown = (
-            " / ".join("-" if one is None else f"{one / 1024:.1f}" for one in each)
-            for each in found
-        )
-        lines.append([f"`{name}`", *shown])
+    for name in sorted(names):
+        of_archs = [[each.get(arch, {}).get(name) for each in found.values()] for arch in archs]
+        cells = (" / ".join("-" if x is None else shown(x) for x in each) for each in of_archs)
+        lines.append([f"`{name}`", *cells])
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    return f"\nKiB under Triton {' / '.join(tritons)}:\n\n{table}\n"
+    return f"Triton {' / '.join(found)}:\n\n{table}\n"
 
 
 def cli() -> str:
@@ -305,4 +333,4 @@ if __name__ == "__main__":
     status = readme.parent / "docs" / "production.md"
     status.write_text(filled(status.read_text(), {"production": production.page()}))
     tested = status.with_name("stacks.md")
-    tested.write_text(filled(tested.read_text(), {"stacks": stacks(), "sizes": kernel_sizes()}))
+    tested.write_text(filled(tested.read_text(), tables()))

@@ -4,8 +4,9 @@ Inspect `cppmega diff PAGE` before you commit new hashes: they declare that the 
 
 The name `kernel_memory` records what shared memory the kernels of tests/ops take, by compiling all
 of them, which takes minutes; with TESTS_RECOMPILE=0, it compiles only those that have changed. The
-name `kernel_sizes` writes the most that each kernel takes under the Triton of this environment into
-benchmarks/results/kernel_sizes.json, beside what it takes under others.
+name `kernel_sizes` writes the most that each kernel takes and spills under the Triton of this
+environment into benchmarks/results/kernel_sizes.json, beside that under others. It assembles all of
+them, which takes a CPU half an hour; `--family NAME` does so with those of tests/ops/NAME.
 """
 
 import argparse
@@ -36,7 +37,9 @@ def main() -> None:
         f"that no longer exist are removed), or {MEMORY} or {SIZES.stem}, which are recorded only "
         "if they are named",
     )
-    names = parser.parse_args().pages
+    parser.add_argument("--family", default="", help="of kernels, for kernel_sizes [all]")
+    options = parser.parse_args()
+    names = options.pages
     for name in names:
         if name not in (*laws.names(), MEMORY, SIZES.stem):
             parser.error(f"there is no page {name}")
@@ -45,7 +48,7 @@ def main() -> None:
         if MEMORY in names:
             record_memory()
         if SIZES.stem in names:
-            record_sizes()
+            record_sizes(options.family)
         named = [name for name in names if name not in (MEMORY, SIZES.stem)]
         if named or not names:
             record(named or laws.names())
@@ -68,20 +71,28 @@ def record_memory() -> None:
     _write(memory_record.FILE, memory_record.asked())
 
 
-def record_sizes() -> None:
-    """Write what the tests of shared memory find under this Triton; what is recorded, is known."""
+def record_sizes(family: str) -> None:
+    """Write what the tests of shared memory find under this Triton, and what its assembler says."""
     import triton
 
-    _ask()
-    old = json.loads(SIZES.read_text()) if SIZES.exists() else {}
-    _write(SIZES, {**old, triton.__version__: memory_record.largest()})
+    os.environ |= {memory_record.RECOMPILE: "1", memory_record.SPILLS: "1"}
+    _ask(family)
+    sizes = json.loads(SIZES.read_text()) if SIZES.exists() else {}
+    found = sizes.get(triton.__version__, {}) if family else {}  # beside those of the others
+    for what, archs in {
+        "shared": memory_record.largest(),
+        "spills": memory_record.spills(),
+    }.items():
+        for arch, of_arch in archs.items():
+            found.setdefault(what, {}).setdefault(arch, {}).update(of_arch)
+    _write(SIZES, {**sizes, triton.__version__: found})
 
 
-def _ask() -> None:
-    """Run the tests that ask for the shared memory of kernels."""
+def _ask(family: str = "") -> None:
+    """Run the tests that ask for the shared memory of kernels, or of those of a family."""
     tests = [
         f"{file}::{test.name}"
-        for file in sorted((laws.REPOSITORY / "tests" / "ops").rglob("test_*.py"))
+        for file in sorted((laws.REPOSITORY / "tests" / "ops" / family).rglob("test_*.py"))
         for test in ast.parse(file.read_text()).body
         if isinstance(test, ast.FunctionDef)
         and test.name.startswith("test_")

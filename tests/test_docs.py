@@ -53,7 +53,7 @@ def test_the_production_status_is_what_recipes_and_results_say() -> None:
 
 def test_the_tested_stacks_are_what_the_results_say() -> None:
     text = (REPOSITORY / "docs" / "stacks.md").read_text()
-    wanted = readme.filled(text, {"stacks": readme.stacks(), "sizes": readme.kernel_sizes()})
+    wanted = readme.filled(text, readme.tables())
     assert text == wanted, "run python scripts/readme_figures.py"
 
 

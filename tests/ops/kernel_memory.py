@@ -1,7 +1,9 @@
-"""How much shared memory Triton gives a kernel on a GPU that is not here."""
+"""How much shared memory Triton gives a kernel on a GPU that is not here, and what it spills."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 from collections.abc import Iterable
 from inspect import getsource
@@ -111,7 +113,15 @@ def shared_memory(kernel: Any, given: dict[str, Any], arch: int) -> int:
     key = memory_record.key_of(module.str_nodebug(), options.hash(), arch, getsource(_lowered))
     family = kernel.fn.__module__.removeprefix("cppmega.ops.")
     name = f"{family}.{kernel.__name__}" if family != kernel.fn.__module__ else kernel.__name__
-    return memory_record.known(key, arch, lambda: _lowered(module, stages, metadata), name)
+
+    def compiled() -> int:
+        if not memory_record.assembles():
+            return _lowered(module, stages, metadata)
+        log = _assembled(module, stages, metadata)
+        memory_record.note(arch, name, log)
+        return int(metadata["shared"])
+
+    return memory_record.known(key, arch, compiled, name)
 
 
 def check_fits(
@@ -136,3 +146,17 @@ def _lowered(module: Any, stages: dict[str, Any], metadata: dict[str, Any]) -> i
         for stage in ("ttgir", "llir"):
             module = stages[stage](module, metadata)
     return int(metadata["shared"])
+
+
+def _assembled(module: Any, stages: dict[str, Any], metadata: dict[str, Any]) -> str:
+    """What NVIDIA's assembler, which Triton brings, says of the kernel: registers and spills."""
+    from triton import knobs
+
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        knobs.nvidia.dump_ptxas_log = True
+        try:
+            for stage in ("ttgir", "llir", "ptx", "cubin"):
+                module = stages[stage](module, metadata)
+        finally:
+            knobs.nvidia.dump_ptxas_log = False
+    return said.getvalue()

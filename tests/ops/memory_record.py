@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,8 @@ FILE = Path(__file__).parent.parent / "golden" / "kernel_memory.json"
 COMMAND = "python scripts/record_golden.py kernel_memory"
 RECOMPILE = "TESTS_RECOMPILE"
 """The variable that, when it is 1, makes tests ignore the record."""
+SPILLS = "TESTS_SPILLS"
+"""The variable that, when it is 1 as well, makes tests assemble what they compile: `spills`."""
 SAMPLED = 2
 """How many recorded kernels of each architecture every run compiles: those with the least keys."""
 
@@ -91,6 +94,39 @@ def largest() -> Record:
     return found
 
 
+def assembles() -> bool:
+    """Whether kernels are to be assembled."""
+    return os.environ.get(SPILLS) == "1"
+
+
+def note(arch: int, name: str, log: str) -> None:
+    """Note what the assembler says of a kernel.
+
+    Args:
+        arch: the architecture.
+        name: of the kernel.
+        log: what the assembler prints, about each function of the kernel.
+    """
+    spilled = sum(map(int, re.findall(r"(\d+) bytes spill stores", log)))
+    registers = max(map(int, re.findall(r"Used (\d+) registers", log)))
+    with _spills().open("a") as file:
+        file.write(json.dumps([str(arch), name, spilled, registers]) + "\n")
+
+
+def spills() -> dict[str, dict[str, list[int]]]:
+    """The most bytes that a thread of each kernel stores instead of in registers, and these.
+
+    By architecture and name. Those of tests have no family, and are left out.
+    """
+    found: dict[str, dict[str, list[int]]] = {}
+    for line in _spills().read_text().splitlines():
+        arch, name, *spill = json.loads(line)
+        if "." in name:
+            of_arch = found.setdefault(arch, {})
+            of_arch[name] = max(spill, of_arch.get(name, spill))
+    return found
+
+
 def unrecorded() -> int:
     """How many answers this session needed and did not find in the record."""
     if _ignored():
@@ -106,6 +142,10 @@ def _lines() -> list[tuple[str, str, int, str]]:
 
 def _ignored() -> bool:
     return os.environ.get(RECOMPILE) == "1"
+
+
+def _spills() -> Path:
+    return Path(os.environ["TESTS_SCRATCH"], "kernel_spills")
 
 
 def _asked() -> Path:

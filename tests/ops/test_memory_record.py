@@ -159,6 +159,26 @@ def test_the_record_can_be_ignored(compiled: list[str], monkeypatch: pytest.Monk
     assert [known(key, 90, lambda: 9) for key in "ad"] == [9, 9]
 
 
+ASSEMBLED = """
+ptxas info    : 0 bytes gmem
+ptxas info    : Function properties for _rows_kernel
+    16 bytes stack frame, {0} bytes spill stores, 4 bytes spill loads
+ptxas info    : Used {1} registers, used 1 barriers
+"""
+
+
+def test_the_largest_spill_of_a_kernel_is_kept(compiled: list[str]) -> None:
+    for arch, name, *said in (
+        (90, "family.kernel", 8, 255),
+        (90, "family.kernel", 24, 168),
+        (90, "family.other", 0, 40),
+        (80, "kernel_of_a_test", 8, 255),
+    ):
+        memory_record.note(int(arch), str(name), ASSEMBLED.format(*said))
+    largest = {"family.kernel": [24, 168], "family.other": [0, 40]}
+    assert memory_record.spills() == {"90": largest}
+
+
 def test_some_of_every_architecture_are_compiled_in_every_run() -> None:
     recorded = json.loads(memory_record.FILE.read_text())
     assert recorded.keys() == {str(arch) for arch in LIMITS}
