@@ -49,6 +49,7 @@ GOLDEN = (
 MEMORY = 554_939_392
 """Bytes that its last rank, which writes the log, has allocated after a step."""
 TIMEOUT = 3600.0
+"""Seconds that a run may take."""
 
 
 def trained(root: Path, layout: str, weights: Path) -> dict[str, Any]:
@@ -76,7 +77,8 @@ def page(report: Mapping[str, Any]) -> str:
         f"{SIZES['lr']}, weight decay 0.01, clipped at 1. Other than there: {SIZES['batch']} "
         "sequences a step instead of 32, the full rate from the first step instead of a warm-up of "
         "3200, Megatron's own layers instead of Transformer Engine's, no dropout, no torch.compile,"
-        " and words of Python's own sources. All runs begin with the weights that dev has drawn.",
+        " and words of Python's own sources. All runs begin with the weights that dev has drawn, "
+        "from its checkpoint; of the same seed, 0.19.2 draws others.",
         results.table(
             [
                 *("run", ("parameters of the last rank", "d"), ("first loss", ".6f")),
