@@ -84,12 +84,15 @@ def page(report: Mapping[str, Any]) -> str:
                 *("run", ("parameters of the last rank", "d"), ("first loss", ".6f")),
                 *(("last loss", ".6f"), ("first gradient norm", ".4f"), ("last", ".4f")),
                 *(("losses apart", ".1e"), ("norms apart, relative", ".1e")),
-                ("median step, s", ".0f"),
+                "equal to dev in this layout",
             ],
             _rows(runs),
         ),
-        f"Apart: the largest distance of any step from `{FIRST}`; its losses, and how far those of "
-        "the other runs are from them:",
+        f"Apart: the largest distance of any step from `{FIRST}`. Equal: losses, gradient norms, "
+        "and numbers of zero gradients of every step. A norm that torch sums up in fp32 on a CPU is "
+        "less exact the more numbers a weight has, and halves of the embeddings have other errors "
+        "than all of them; gradients are clipped by it.",
+        f"Losses of `{FIRST}`, and how far those of the other runs are from them:",
         results.table(
             ["step", (f"loss of {FIRST}", ".6f"), *((name, ".1e") for name in OTHERS)],
             _steps(runs),
@@ -106,8 +109,13 @@ def _rows(runs: Mapping[str, Any]) -> Iterator[list[Any]]:
             *(name, run["parameters"], loss[0], loss[-1], norm[0], norm[-1]),
             max(_apart(loss, first["loss"])),
             max(a / b for a, b in zip(_apart(norm, first["grad norm"]), norm, strict=True)),
-            statistics.median(run["seconds"]),
+            _equal(run, runs.get(f"{DEV}, {RUNS[name][1]}", {})),
         ]
+
+
+def _equal(run: Mapping[str, Any], of_dev: Mapping[str, Any]) -> str:
+    same = all(run[what] == of_dev.get(what) for what in ("loss", "grad norm", "zeros"))
+    return "" if run is of_dev else "to the bit" if same else "no"
 
 
 def _apart(one: Sequence[float], other: Sequence[float]) -> list[float]:
