@@ -89,9 +89,9 @@ def page(report: Mapping[str, Any]) -> str:
             _rows(runs),
         ),
         f"Apart: the largest distance of any step from `{FIRST}`. Equal: losses, gradient norms, "
-        "and numbers of zero gradients of every step. A norm that torch sums up in fp32 on a CPU is "
-        "less exact the more numbers a weight has, and halves of the embeddings have other errors "
-        "than all of them; gradients are clipped by it.",
+        "and numbers of zero gradients of every step. A norm that torch sums up in fp32 on a CPU "
+        "is less exact the more numbers a weight has, and halves of the embeddings have other "
+        "errors than all of them; gradients are clipped by it.",
         f"Losses of `{FIRST}`, and how far those of the other runs are from them:",
         results.table(
             ["step", (f"loss of {FIRST}", ".6f"), *((name, ".1e") for name in OTHERS)],
