@@ -38,8 +38,8 @@ PUBLIC = {
     "features.linear_cross_entropy.module": ("LinearCrossEntropyModule",),
     "features.linear_cross_entropy.heads": ("head_loss",),
     "ops.dsa_indexer": ("choose_keys", "indexer_loss"),
-    "ops.dsa_indexer_problem": ("Bounds", "Loss"),
-    "ops.rope": ("rotated",),
+    "ops.common.bounds": ("Bounds",),
+    "ops.pointwise.rope": ("rotated",),
 }
 """What users' pages, recipes, patched files and entry points import."""
 
