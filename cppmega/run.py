@@ -115,7 +115,6 @@ def _execute(command: RunCommand) -> int:
     from cppmega.guard import allowed
     from cppmega.guard import end as run_end
     from cppmega.host import allocator, console, next_command
-    from cppmega.runs import placeholders
     from cppmega.tree import accepted
 
     script = command.script
@@ -126,6 +125,8 @@ def _execute(command: RunCommand) -> int:
         # As `python SCRIPT` does: the script's folder first, not the working directory.
         sys.path[0] = str(Path(script).resolve().parent)
     if (node := run_end.end_record.node_of_this_rank()) is not None:
+        from cppmega.runs import placeholders
+
         filled = placeholders.filled(command.arguments, node.run.path, node.run.outline.load)
         command = replace(command, arguments=filled)
     sys.argv = [command.script, *command.arguments]

@@ -113,6 +113,7 @@ def load(
         files = page_files(folder)
         if not files and label != BUILTIN:
             raise _empty(folder)
+        packages = {home: package_of(home) for home in folders(folder)}
         for name, path in files:
             if name in pages:
                 raise CppmegaError(
@@ -122,7 +123,7 @@ def load(
                     "rename one of the two files",
                 )
             try:
-                pages[name] = load_page(name, path, label)
+                pages[name] = load_page(name, path, label, packages.get(path.parent, ""))
             except CppmegaError as error:
                 leave_out(name, label, error)
     while dangling := [
@@ -173,17 +174,18 @@ def subjects(folder: Path) -> dict[str, str]:
     """
     file = folder / SUBJECTS
     try:
-        data = file.read_bytes()
+        there = file.stat()
+        return _titles(folder, (there.st_ino, there.st_size, there.st_mtime_ns))
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
         raise _bad_subjects(file, str(error)) from None
-    return _titles(folder, data)
 
 
 @functools.lru_cache(maxsize=8)
-def _titles(folder: Path, data: bytes) -> dict[str, str]:
+def _titles(folder: Path, _version: tuple[int, ...]) -> dict[str, str]:
     """Read the file of the subjects; several functions ask about every page."""
+    data = (folder / SUBJECTS).read_bytes()
     try:
         titles = msgspec.toml.decode(data, type=dict[str, str])
     except msgspec.DecodeError as error:
@@ -205,14 +207,17 @@ def _bad_subjects(file: Path, what: str) -> CppmegaError:
 
 def catalogue_of(page: Path) -> Path:
     """The catalogue that holds a page: the folder of its file, or the one above a subject's."""
-    home = (page.parent if page.stem == "__init__" else page).parent
-    return home.parent if home.name in subjects(home.parent) else home
+    home = _home(page)
+    return home.parent if _subject(home) else home
 
 
-def _subject(page: Path) -> str:
-    home, *rest = page.relative_to(catalogue_of(page)).parts
-    inside = rest[:-1] if page.stem == "__init__" else rest
-    return home if inside else ""
+def _home(page: Path) -> Path:
+    return (page.parent if page.stem == "__init__" else page).parent
+
+
+def _subject(home: Path) -> str:
+    """The subject whose pages a folder holds; empty if it is the catalogue itself."""
+    return home.name if home.name in subjects(home.parent) else ""
 
 
 def folders(folder: Path) -> list[Path]:
@@ -262,13 +267,16 @@ def unknown(name: str, pages: Iterable[str], who: str) -> CppmegaError:
     )
 
 
-def load_page(name: str, path: Path, label: str) -> Page:
+def load_page(name: str, path: Path, label: str, package: str = "") -> Page:
     """Load one page and check its header.
+
+    Args:
+        package: the result of `package_of` for its folder, if its neighbors share it.
 
     Raises:
         CppmegaError: `bad-page` with every violation, `page-failed` if it cannot be imported.
     """
-    module = _load_module(name, path)
+    module = _load_module(name, path, package or package_of(path.parent))
     patch = getattr(module, "PATCH", None)
     problems = header_problems(name, path, module)
     if problems or not isinstance(patch, Patch):
@@ -287,7 +295,7 @@ def load_page(name: str, path: Path, label: str) -> Page:
         revision=made_of.code,
         path=str(path),
         catalogue=label,
-        subject=_subject(path),
+        subject=_subject(_home(path)),
         fixed_upstream=getattr(module, "fixed_upstream", None),
         verify=getattr(module, "verify", None),
         labels=labels(doc),
@@ -296,8 +304,8 @@ def load_page(name: str, path: Path, label: str) -> Page:
     )
 
 
-def _load_module(name: str, path: Path) -> ModuleType:
-    qualified = f"{package_of(path.parent)}.{name}"
+def _load_module(name: str, path: Path, package: str) -> ModuleType:
+    qualified = f"{package}.{name}"
     below = [str(path.parent)] if path.stem == "__init__" else None
 
     def failed(what: str) -> CppmegaError:

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cppmega.errors import CppmegaError
 from cppmega.guard import end_record as end_record
@@ -23,7 +23,9 @@ from cppmega.guard import session as guard
 from cppmega.guard.held import Guard
 from cppmega.guard.ledger import Entry
 from cppmega.host import env
-from cppmega.runs.folder import Node
+
+if TYPE_CHECKING:
+    from cppmega.runs.folder import Node
 
 
 @dataclass

@@ -11,13 +11,16 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from cppmega.host import env, process
 from cppmega.runs import json_file
-from cppmega.runs.folder import Node, Run
-from cppmega.runs.status import Failure
+
+if TYPE_CHECKING:  # a rank that no launch has started needs nothing of a run folder
+    from cppmega.runs.folder import Node
+    from cppmega.runs.status import Failure
 
 _FOLDER = "ends"
 _ROOM = 2048
@@ -47,6 +50,8 @@ def node_of_this_rank() -> Node | None:
     folder = env.RUN.read()
     if folder is None:
         return None
+    from cppmega.runs.folder import Run
+
     words = process.command(os.getppid())
     return next((node for node in Run(folder).nodes() if str(node.path) in words), None)
 
@@ -90,6 +95,8 @@ def missing(node: Node) -> Failure | None:
 
 
 def _unchecked(rank: int, local_rank: int, record: EndRecord | None) -> Failure:
+    from cppmega.runs.status import Failure
+
     refused = record is not None and record.status
     how = "was refused by the guard" if refused else "ended without an end record"
     return Failure(

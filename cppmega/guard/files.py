@@ -160,7 +160,7 @@ def last() -> Judged:
 def judge(root: Path, receipt: Receipt, edits: accepted.Edits) -> Judged:
     """Judge every imported module of the packages that the receipt names."""
     judging = _Judge(root, receipt, edits)
-    for name, module in list(sys.modules.items()):
+    for name, module in imports.in_question():
         judging.take(name, module)
     judging.judged.take_ours()
     expected.remember()

@@ -94,6 +94,10 @@ class Watched:
     records: list[Record] = field(default_factory=list)
     """Every import of a watched file, including modules since dropped."""
     by_module: dict[int, Record] = field(default_factory=dict)
+    elsewhere: dict[str, Any] = field(default_factory=dict)
+    """Modules of other installed packages, by the name under which each was seen."""
+    in_question: dict[str, Any] = field(default_factory=dict)
+    """All others that were seen."""
     accepted: dict[int, Pin] = field(default_factory=dict)
     """Objects that the overlay itself, or torch, has put in the place of recorded ones."""
 
@@ -114,6 +118,42 @@ def watch(patched: Iterable[Path], own: Iterable[str]) -> None:
     WATCHED.patched = {os.path.realpath(path) for path in patched}
     WATCHED.basenames = {path.rpartition("/")[2] for path in WATCHED.patched}
     WATCHED.own = set(own)
+    WATCHED.elsewhere.clear()
+    WATCHED.in_question.clear()
+
+
+def in_question() -> list[tuple[str, Any]]:
+    """What `sys.modules` holds, without the modules of other installed packages.
+
+    There are thousands of these. Each module is told from them once, unless it is replaced.
+    """
+    elsewhere, asked = WATCHED.elsewhere, WATCHED.in_question
+    held = [one for one in [*sys.modules.items()] if elsewhere.get(one[0]) is not one[1]]
+    new = [(name, module) for name, module in held if asked.get(name) is not module]
+    for name, module in new:
+        (elsewhere if _is_elsewhere(name, module) else asked)[name] = module
+    return [one for one in held if elsewhere.get(one[0]) is not one[1]] if new else held
+
+
+def _is_elsewhere(name: str, module: Any) -> bool:
+    if type(module) is not types.ModuleType or name in WATCHED.own:
+        return False
+    if name.partition(".")[0] in (*PACKAGES, "cppmega"):
+        return False
+    names = vars(module)
+    origin, file = getattr(names.get("__spec__"), "origin", None), names.get("__file__")
+    return isinstance(file, str) and all(map(_is_of_another_package, {origin or file, file}))
+
+
+@functools.cache
+def installed_here() -> tuple[str, ...]:
+    """The folders of the standard library and of installed packages."""
+    return tuple(f"{sysconfig.get_path(kind)}/" for kind in ("stdlib", "purelib", "platlib"))
+
+
+def _is_of_another_package(file: str) -> bool:
+    inside = any(f"/{package}/" in file for package in PACKAGES)
+    return file.startswith(installed_here()) and not inside and not is_patched(file)
 
 
 def _executed(module: types.ModuleType) -> None:
@@ -197,7 +237,12 @@ def is_patched(file: object) -> bool:
     """Whether a module's `__file__` is a patched file, whatever the module is called."""
     if not isinstance(file, str) or file.rpartition("/")[2] not in WATCHED.basenames:
         return False
-    return os.path.realpath(file) in WATCHED.patched
+    return _real(file) in WATCHED.patched
+
+
+@functools.cache
+def _real(file: str) -> str:
+    return os.path.realpath(file)
 
 
 _NAMED = (type, types.FunctionType)
@@ -258,6 +303,25 @@ def _pins_of(one: Record, owner: type) -> Iterator[Pin]:
                 yield pinned
 
 
+def times_pinned(thing: Any) -> int:
+    """The number of pins of an object in all records."""
+    pins: list[Pin] = []
+    for one in WATCHED.records:
+        pins += [
+            *one.pins.values(),
+            *one.aliases.values(),
+            *(function for _, function, _ in one.functions),
+        ]
+    pins += WATCHED.accepted.values()
+    seen: dict[int, Pin] = {}
+    while pins:
+        one_pin = pins.pop()
+        if id(one_pin) not in seen:
+            seen[id(one_pin)] = one_pin
+            pins += one_pin.parts.values()
+    return sum(one_pin.thing is thing for one_pin in seen.values())
+
+
 def _not_of_the_file(one: Record) -> Iterator[Change]:
     """Definitions whose code is not what the file compiles to.
 
@@ -316,13 +380,13 @@ def _comes_from_a_package(thing: Any) -> bool:
 
 
 def _lies_in_a_package(file: str) -> bool:
-    return os.path.realpath(file).startswith(_folders(len(sys.modules)))
+    return _real(file).startswith(_folders(len(sys.modules)))
 
 
 @functools.lru_cache(maxsize=1)
 def _folders(_modules: int) -> tuple[str, ...]:
     """The folders of the standard library, of packages, of Megatron and ours; and of torch."""
-    folders = [sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")]
+    folders = [*installed_here()]
     folders += filter(_holds_packages, sys.path)
     parts = (f"megatron.{part}" for part in installed.PARTS)  # all that a mapping finder gives
     for package in (*PACKAGES, *parts, "torch", "cppmega"):

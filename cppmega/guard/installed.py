@@ -12,7 +12,7 @@ from cppmega.page import Edit
 from cppmega.rewriting.marks import FLAGS
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class Installed:
     """One replacement in this process."""
 

@@ -7,7 +7,6 @@ that they have copied. What this does not detect is listed in README.
 from __future__ import annotations
 
 import sys
-import sysconfig
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -43,7 +42,7 @@ def _unrecorded() -> Iterator[CppmegaError]:
     """Record what was loaded unseen; errors for modules that cannot be recorded."""
     compared = {one.module.__name__ for one in imports.WATCHED.records if one.kind != "other"}
     compared |= imports.WATCHED.own
-    for name, module in [*sys.modules.items()]:
+    for name, module in imports.in_question():
         if imports.recorded(module) is None:
             file = getattr(module, "__dict__", {}).get("__file__")
             if (
@@ -130,8 +129,8 @@ def _wrong_copies() -> Iterator[tuple[str, str, Any, Any]]:
 
 def _modules_with_copies() -> Iterator[types.ModuleType]:
     """Megatron's modules, ours, and those of the run's script; not those of installed packages."""
-    installed_here = tuple(f"{sysconfig.get_path(kind)}/" for kind in ("stdlib", "purelib"))
-    for name, module in [*sys.modules.items()]:
+    installed_here = imports.installed_here()
+    for name, module in imports.in_question():
         if type(module) is types.ModuleType:
             file = vars(module).get("__file__")
             ours = name.partition(".")[0] in (*imports.PACKAGES, "cppmega")

@@ -107,6 +107,9 @@ def parts(thing: Any) -> dict[str, Any]:
     return {}
 
 
+_OF_PLAIN_FUNCTION = {"(code)", "(defaults)"}
+
+
 def changes(pinned: Pin, live: Any, seen: set[int] | None = None) -> Iterator[Change]:
     """Every difference between the record of an object and the object that is there now."""
     if not same(pinned.thing, live):
@@ -116,6 +119,12 @@ def changes(pinned: Pin, live: Any, seen: set[int] | None = None) -> Iterator[Ch
     if id(pinned) in seen or not pinned.parts:
         return
     seen.add(id(pinned))
+    if pinned.parts.keys() <= _OF_PLAIN_FUNCTION:  # most pins: nothing is inside of these parts
+        for label, part in pinned.parts.items():
+            value = live.__code__ if label == "(code)" else live.__defaults__
+            if not same(part.thing, value):
+                yield Change((label,), part.thing, value)
+        return
     now = parts(live)
     for label, part in pinned.parts.items():
         for change in changes(part, now.get(label, MISSING), seen):

@@ -9,6 +9,7 @@ import types
 from typing import Any
 
 from cppmega.errors import CppmegaError
+from cppmega.guard import imports
 from cppmega.guard.installed import REGISTRY, Installed
 from cppmega.guard.objects import Pin
 
@@ -40,20 +41,29 @@ def references(item: Installed) -> list[str]:
     """
     original = getattr(item.original, "__func__", item.original)
     parts = _parts(item, original)
+    known = imports.times_pinned(original)
+    for part in parts.values():
+        for one in gc.get_referents(part):
+            known += one is original
+    one = part = None
+    mine = 2 + (id(original) in parts)  # this variable and the argument of the call; `parts`
+    if sys.getrefcount(original) <= known + mine:
+        return []  # most often; the search takes a tenth of a second
     holders = gc.get_referrers(original)
-    texts = [_described(one, parts | {id(holders)}) for one in holders if id(one) not in parts]
+    known_here = {*parts, id(parts), id(holders)}
+    texts = [_described(one, known_here) for one in holders if id(one) not in known_here]
     return sorted({text for text in texts if text})
 
 
-def _parts(item: Installed, original: Any) -> set[int]:
+def _parts(item: Installed, original: Any) -> dict[int, Any]:
     """Objects that may hold the original: the registry, and the parts of the replacement."""
-    ids = {id(REGISTRY.installed)}
-    pending: list[Any] = [item, vars(item), item.original, item.replacement]
+    ids: dict[int, Any] = {id(REGISTRY.installed): REGISTRY.installed}
+    pending: list[Any] = [item, item.original, item.replacement]
     while pending:
         thing = pending.pop()
         if id(thing) in ids:
             continue
-        ids.add(id(thing))
+        ids[id(thing)] = thing
         if isinstance(thing, types.FunctionType):
             pending += [vars(thing), *(thing.__closure__ or ())]
         elif isinstance(thing, type) and (thing is original or thing is item.replacement):

@@ -19,7 +19,7 @@ from importlib.machinery import ModuleSpec
 from typing import Any
 
 from cppmega.errors import CppmegaError
-from cppmega.guard import allowed, import_hook, stale
+from cppmega.guard import allowed, import_hook, imports, stale
 from cppmega.guard.compiled_forms import is_compiled
 from cppmega.guard.import_hook import Hook
 from cppmega.guard.installed import REACHED, REGISTRY, Installed
@@ -112,7 +112,7 @@ def _unpatched_copies() -> Iterator[CppmegaError]:
     """Errors for modules that were executed from a target's file without the import system."""
     done = {(id(item.edit), id(item.module)) for item in REGISTRY.installed}
     ends = tuple(f"/{edit.path}" for edit in REGISTRY.armed.values())
-    for name, module in list(sys.modules.items()):
+    for name, module in imports.in_question():
         file = getattr(module, "__dict__", {}).get("__file__")
         if not (isinstance(file, str) and file.endswith(ends)):
             continue
@@ -148,6 +148,7 @@ def _install(page: str, edit: Edit, module: types.ModuleType) -> None:
     REGISTRY.installed[:] = [*kept, item]
     for listener in REGISTRY.listeners:
         listener(owner, name)
+    del raw, original  # else this call holds it, and the heap has to be searched for others
     stale.refuse(item)
 
 

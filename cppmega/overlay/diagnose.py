@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cppmega.host.packages import folder_of
 from cppmega.overlay.receipt import FOLDER, Loaded, Written, original
 from cppmega.overlay.survey import MISSING, Survey
 from cppmega.overlay.verdict import PatchState, Verdict
@@ -186,6 +185,8 @@ def imported_from(tree: Tree, distribution: str) -> Path | None:
     """
     if tree.has(distribution):
         return None
+    from cppmega.host.packages import folder_of
+
     package = folder_of(PACKAGES[distribution])
     return package.parent if package is not None else None
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cppmega.errors import CppmegaError
-from cppmega.guard import agreement, files, ranks
+from cppmega.guard import agreement, files, imports, ranks
 from cppmega.guard.agreement import Answer
 from cppmega.guard.reached import NOTHING
 from cppmega.overlay.receipt import PatchedFile, Receipt
@@ -31,6 +31,16 @@ def test_files_that_are_not_imported_are_not_read(site: Site) -> None:
     site.write(B, b"edited = 1\n")
     site.load("megatron.core.a")
     assert not site.look().problems and B not in site.look().files
+
+
+def test_a_replaced_module_is_told_apart_anew(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.load()
+    first, second = types.ModuleType("borrowed"), types.ModuleType("borrowed")
+    first.__file__ = types.__file__
+    second.__file__ = str(site.root / A)
+    for module, asked in ((first, False), (second, True), (first, False)):
+        monkeypatch.setitem(sys.modules, "borrowed", module)
+        assert any(one is module for _, one in imports.in_question()) is asked
 
 
 def test_a_tree_without_origin_says_unverified(site: Site) -> None:

@@ -242,6 +242,17 @@ def test_whoever_holds_the_original_stops_the_import(run, tail: str, said: str) 
     )
 
 
+def test_originals_held_by_nobody_need_no_search(run) -> None:
+    run("""
+        from cppmega.guard import stale
+        stale.gc.get_referrers = lambda *things: refused("a search of the heap", swaps.check)
+        for one in (FUNCTION, METHOD):
+            arm(one)
+        import pkg.user
+        swaps.check()
+        """)
+
+
 def test_a_copy_made_in_a_circular_import_is_found(run) -> None:
     run(
         """
