@@ -153,31 +153,6 @@ class ParityAnswer(Struct, frozen=True):
     """What the TileLang kernel that was compiled first returns; empty if it is right."""
 
 
-class TilelangOrder(Order, frozen=True, kw_only=True):
-    """List the TileLang kernels of some packages."""
-
-    root: str
-    """Folder that holds megatron/."""
-    packages: list[str]
-    """Folders of the packages to import from."""
-
-
-class TilelangKernel(Struct, frozen=True):
-    """One TileLang kernel."""
-
-    path: str
-    line: int
-    name: str
-    reason: str
-    """Why its shared memory is not merged; empty where it is."""
-
-
-class TilelangAnswer(Struct, frozen=True):
-    """The kernels in the order of paths and lines."""
-
-    kernels: list[TilelangKernel]
-
-
 class CheckpointOrder(Order, frozen=True, kw_only=True):
     """Open the archives of a checkpoint, without running what they name."""
 

@@ -40,7 +40,6 @@ from tests.preflight.contexts import (
     says_nothing,
 )
 from tests.support import REPOSITORY, patched, pristine
-from tests.support.lab import Lab
 
 pytestmark = pytest.mark.slow
 
@@ -51,29 +50,17 @@ def test_kernels_that_can_be_imported() -> None:
     assert "libcuda" in refuses("kernels", "kernel-not-importable", broken).what
 
 
-KERNEL = """
-import tilelang
-
-@tilelang.jit(pass_configs={"tl.enable_aggressive_shared_memory_merge": %s})
-def kernel():
-    pass
-"""
-
-
-def test_the_shared_memory_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shared_memory_flag() -> None:
     recipe = SLICE.with_(architectures=())
     says_nothing("shared_memory_flag", on(H200, root=patched("0.19.2")))
-    lab = Lab(tmp_path, monkeypatch)
-    lab.files["megatron/core/kernels.py"] = (KERNEL % True).encode()
-    made = on(GB10, recipe=recipe, root=lab.wheel())
-    assert holds("shared_memory_flag", made) == "1 TileLang kernels carry the flag"
-    lab.change("megatron/core/kernels.py", b"True", b"False")
-    found = refuses("shared_memory_flag", "shared-memory-flag", made)
-    assert "kernels.py:4: kernel is not built with" in found.what
-    assert "pass_configs" in found.next  # no page of this catalogue adds it
-    shipped = on(GB10, recipe=recipe, root=made.root, catalogues=[REPOSITORY / "upstream_patches"])
-    found = refuses("shared_memory_flag", "shared-memory-flag", shipped)
+    merging = on(GB10, recipe=recipe, root=patched("0.19.2", "smem_merge"))
+    assert holds("shared_memory_flag", merging) == "the kernels carry the flag by smem_merge"
+    stock = on(GB10, recipe=recipe, root=patched("0.19.2"))
+    found = refuses("shared_memory_flag", "shared-memory-flag", stock)
+    assert found.what.startswith("smem_merge is off")
     assert found.next.startswith("CPPMEGA_SMEM_MERGE=1 python -m cppmega.apply_patches")
+    older = on(GB10, recipe=recipe, root=patched("0.18.2"))
+    assert holds("shared_memory_flag", older) == "there are no TileLang kernels"
 
 
 def test_parity_of_the_indexer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,7 @@ What: With `CPPMEGA_SMEM_MERGE=1` at apply, `tilelang_jit`, with which Megatron 
     TileLang kernel, adds `TL_ENABLE_AGGRESSIVE_SHARED_MEMORY_MERGE: True` to the pass configs.
 Why: sm_120 and sm_121 provide 99 KiB of dynamic shared memory per block (sm_90: 227), and a kernel
     that needs more cannot be launched. Of the nine TileLang kernels of 0.19.2, only the sparse MLA
-    backward requests that its buffers share memory (read in the wheel, and recorded by the check
-    `shared_memory_flag`).
+    backward requests that its buffers share memory (read in the wheel).
 Upstream: Not sent: upstream tunes these kernels for sm_90 and sm_100, which do not need it.
 Remove: when `tilelang_jit` or every kernel sets it.
 Numerics: none (bitwise): the pass places buffers and does not change what is computed. This follows

@@ -4,7 +4,7 @@ What: With `CPPMEGA_SMEM_MERGE=1` at apply, the six TileLang kernels of Mamba-3'
     and backward, packed or not, set `TL_ENABLE_AGGRESSIVE_SHARED_MEMORY_MERGE: True`.
 Why: sm_120 and sm_121 provide 99 KiB of dynamic shared memory per block (sm_90: 227), and a kernel
     that needs more cannot be launched. None of the six requests that its buffers share memory (read
-    in 2.3.2.post1, and recorded by the check `shared_memory_flag`).
+    in 2.3.2.post1).
 Upstream: Not sent: upstream tunes these kernels for sm_90, which does not need it.
 Remove: when the kernels set it themselves.
 Numerics: none (bitwise): the pass places buffers and does not change what is computed. This follows

@@ -1,29 +1,24 @@
-"""On sm_120 and sm_121 every TileLang kernel that is imported merges its shared memory.
+"""On sm_120 and sm_121 the TileLang kernels that are imported merge their shared memory.
 
-A block has 99 KiB there. Our kernels, Megatron's and mamba_ssm's are checked; the flag must have
-the value True when the kernel is built; its presence is not enough.
+A block has 99 KiB there. Pages build the kernels of Megatron and of mamba_ssm with the flag, and
+their proofs show that every kernel has it with the value True; its presence is not enough.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import Path
-
 from cppmega.errors import CppmegaError
-from cppmega.host.packages import folder_of
-from cppmega.host.paths import PACKAGE
+from cppmega.overlay.diagnose import imported_from
 from cppmega.page import Page
-from cppmega.preflight.ask import ask
 from cppmega.preflight.checks.kernel_parity import SMALL
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import NotApplicable, refuse
-from cppmega.preflight.messages import TilelangAnswer, TilelangOrder
+from cppmega.training.requirements import IN_THE_CODE
 
-AFTER: tuple[str, ...] = ("one_root", "gpus")
+AFTER: tuple[str, ...] = ("one_root", "gpus", "receipt_whole")
 
 
 def check(context: Context) -> str:
-    """Ask a process that records the pass configs of each kernel.
+    """Ask for the pages that build kernels with the flag, where there are such kernels.
 
     Raises:
         CppmegaError: `shared-memory-flag`.
@@ -33,37 +28,30 @@ def check(context: Context) -> str:
     if not architectures & SMALL:
         names = ", ".join(sorted(architectures)) or "no GPU"
         raise NotApplicable(f"{names} has enough shared memory")
-    root = context.session.read_tree().root
-    order = TilelangOrder(root=str(root), packages=[str(folder) for folder in _packages(root)])
-    worker = "cppmega.preflight.workers.tilelang_kernels"
-    kernels = ask(worker, order, TilelangAnswer, context.environ).kernels
-    command = _command(context.session.pages.values())
+    states = {name: verdict.state for name, verdict in context.plan.verdicts.items()}
+    merging = [
+        page
+        for page in context.session.pages.values()
+        if "shared_memory_merge" in page.patch.provides
+    ]
     refuse(
         CppmegaError(
             "shared-memory-flag",
-            f"{kernel.path}:{kernel.line}: {kernel.name} is not built with "
-            f"TL_ENABLE_AGGRESSIVE_SHARED_MEMORY_MERGE: True ({kernel.reason}).",
-            "It may need more than the 99 KiB that a block has here, and then cannot be launched.",
-            command,
+            f"{page.name} is {states[page.name]}, so that its TileLang kernels are not built with "
+            "TL_ENABLE_AGGRESSIVE_SHARED_MEMORY_MERGE: True.",
+            "They may need more than the 99 KiB that a block has here, and then cannot be "
+            "launched.",
+            f"{page.patch.gate}=1 python -m cppmega.apply_patches, and start with that variable",
         )
-        for kernel in kernels
-        if kernel.reason
+        for page in merging
+        if states[page.name] not in IN_THE_CODE and _has_kernels(page, context)
     )
-    return f"{len(kernels)} TileLang kernels carry the flag"
+    done = ", ".join(page.name for page in merging if states[page.name] in IN_THE_CODE)
+    return f"the kernels carry the flag by {done}" if done else "there are no TileLang kernels"
 
 
-def _command(pages: Iterable[Page]) -> str:
-    """The command that applies the pages which build kernels with the flag."""
-    merging = [page.patch for page in pages if "shared_memory_merge" in page.patch.provides]
-    gates = dict.fromkeys(patch.gate for patch in merging if patch.gate is not None)
-    if not gates:
-        return "add the flag to the pass_configs of the kernel"
-    switches = " ".join(f"{gate}=1" for gate in gates)
-    return f"{switches} python -m cppmega.apply_patches, and start with that variable"
-
-
-def _packages(root: Path) -> list[Path]:
-    """Folders of the packages whose kernels a run may import."""
-    mamba = root / "mamba_ssm"
-    folders = [root / "megatron", mamba if mamba.is_dir() else folder_of("mamba_ssm"), PACKAGE]
-    return [folder for folder in folders if folder is not None]
+def _has_kernels(page: Page, context: Context) -> bool:
+    """Whether a run may import the kernels of a page, patched or not."""
+    tree = context.session.read_tree()
+    elsewhere = any(imported_from(tree, name) for name in page.patch.distributions)
+    return elsewhere or all(map(context.plan.survey.exists, page.patch.feature))

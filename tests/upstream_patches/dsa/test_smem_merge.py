@@ -1,15 +1,10 @@
-"""The pass configs of Megatron's and mamba_ssm's TileLang kernels, and what the check lists."""
+"""The pass configs of Megatron's TileLang kernels."""
 
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 
-from cppmega.overlay import verbs as overlay
-from cppmega.preflight.ask import ask
-from cppmega.preflight.messages import TilelangAnswer, TilelangKernel, TilelangOrder
-from tests.support import copy, patched, pristine, python
+from tests.support import patched, pristine, python
 
 VERSION = "0.19.2"
 OPS = "megatron/core/transformer/experimental_attention_variant/ops"
@@ -50,32 +45,3 @@ def test_every_kernel_of_megatron_is_built_with_it() -> None:
 
 def _merges(given: dict[str, dict[str, bool]]) -> bool:
     return (given.get("pass_configs") or {}).get(KEY) is True
-
-
-def listed(package: Path) -> list[TilelangKernel]:
-    """The TileLang kernels of a package, as the check `shared_memory_flag` lists them."""
-    order = TilelangOrder(root=str(package.parent), packages=[str(package)])
-    worker = "cppmega.preflight.workers.tilelang_kernels"
-    return ask(worker, order, TilelangAnswer, dict(os.environ)).kernels
-
-
-def test_the_check_lists_stock_kernels() -> None:
-    stock = listed(pristine(VERSION) / "megatron")
-    assert [kernel.name for kernel in stock if not kernel.reason] == ["bwd"] and len(stock) == 9
-    assert listed(pristine("0.18.2") / "megatron") == []
-
-
-def test_the_check_accepts_patched_kernels() -> None:
-    ours = listed(patched(VERSION, "smem_merge") / "megatron")
-    assert len(ours) == 9 and not any(kernel.reason for kernel in ours)
-
-
-def test_mamba_ssm(tmp_path: Path) -> None:
-    """The check lists mamba_ssm's kernels, and accepts them once they are patched."""
-    root = copy("mamba-ssm==2.3.2.post1", tmp_path / "site")
-    before = listed(root / "mamba_ssm")
-    assert len(before) == 6 and all(kernel.reason for kernel in before)
-    session = overlay.Session(root)
-    environment = {"CPPMEGA_SMEM_MERGE": "1"}
-    assert overlay.apply(session, only=["smem_merge_mamba"], environment=environment).ok
-    assert [kernel.reason for kernel in listed(root / "mamba_ssm")] == [""] * 6
