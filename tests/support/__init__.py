@@ -25,7 +25,7 @@ from cppmega.overlay.survey import Survey
 from cppmega.page import PURPOSES, Page
 from cppmega.tree import links, wheels
 from tests import forkserver
-from tests.support import branches
+from tests.support import branches, bytecode
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 VERSIONS = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
@@ -156,7 +156,7 @@ def patched(version: str, *names: str) -> Path:
 
 def _share_bytecode(original: Path, to: Path) -> None:
     """Let a copy of a tree begin with its bytecode, which a file that was changed does not fit."""
-    kept = Path(os.environ["TESTS_SCRATCH"], "bytecode")
+    kept = _kept_bytecode()
     for file in (kept / original.relative_to("/")).rglob("*.pyc"):
         link = kept / to.relative_to("/") / file.relative_to(kept / original.relative_to("/"))
         link.parent.mkdir(parents=True, exist_ok=True)
@@ -305,7 +305,17 @@ def _bytecode(root: Path) -> dict[str, str]:
     scratch = os.environ.get("TESTS_SCRATCH")  # benchmarks have none
     if scratch is None or root.parent not in (Path(scratch), wheels.cache() / "trees"):
         return {"PYTHONDONTWRITEBYTECODE": "1"}
-    return {"PYTHONPYCACHEPREFIX": f"{scratch}/bytecode"}
+    return {"PYTHONPYCACHEPREFIX": str(_kept_bytecode())}
+
+
+@cache
+def _kept_bytecode() -> Path:
+    """The folder of the session's bytecode, which begins with that of Python and its packages."""
+    with made_once("bytecode") as (folder, missing):
+        if missing:
+            shutil.rmtree(folder, ignore_errors=True)
+            bytecode.link(folder)
+    return folder
 
 
 def free_port() -> int:
