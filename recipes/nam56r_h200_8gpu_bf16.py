@@ -4,7 +4,7 @@ Experts are recomputed, Mamba layers are not: with the experts' activations kept
 estimate exceeds the GPU's memory.
 """
 
-from cppmega.recipe import M2RNN, GraphPool, Mamba3, NgramHash, Recipe, Structure
+from cppmega.recipe import M2RNN, Mamba3, NgramHash, Recipe, Structure
 
 DSA_LAYERS = {5, 9, 13, 21, 25, 29, 37, 41, 45}
 """Counted from 1; the other attention layers are full MLA."""
@@ -59,7 +59,6 @@ RECIPE = Recipe(
     ngram_hash=NgramHash(),
     structure=Structure(),
     expert_model_parallel_size=4,
-    graph_pool=GraphPool(39.5, micro_batch_size=8, seq_length=4096, hidden_size=4096, layers=56),
     micro_batch_size=8,
     global_batch_size=64,
     overlap_grad_reduce=True,

@@ -1,5 +1,5 @@
 """Runs as data: the recipe, its validation, its arithmetic, and the arguments it renders to."""
 
-from cppmega.recipe.recipe import M2RNN, GraphPool, Mamba2, Mamba3, NgramHash, Recipe, Structure
+from cppmega.recipe.recipe import M2RNN, Mamba2, Mamba3, NgramHash, Recipe, Structure
 
-__all__ = ["M2RNN", "GraphPool", "Mamba2", "Mamba3", "NgramHash", "Recipe", "Structure"]
+__all__ = ["M2RNN", "Mamba2", "Mamba3", "NgramHash", "Recipe", "Structure"]

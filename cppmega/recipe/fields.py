@@ -33,25 +33,6 @@ Decay = Annotated[float, Meta(ge=0, lt=1)]
 """Decay of a running average: at 1, it would never forget."""
 
 
-@dataclass(frozen=True, slots=True)
-class GraphPool:
-    """Memory that a model's CUDA graphs keep, as measured at one size without pipeline stages."""
-
-    gib: NonNegativeReal
-    micro_batch_size: Positive
-    seq_length: Positive
-    hidden_size: Positive
-    layers: Positive
-    """Those of the trunk, and those of every MTP depth."""
-
-    def scaled(
-        self, micro_batch_size: int, seq_length: int, hidden_size: int, layers: int
-    ) -> float:
-        """GiB at another size; the pool holds activations, which grow with each of the four."""
-        measured = self.micro_batch_size * self.seq_length * self.hidden_size * self.layers
-        return self.gib * micro_batch_size * seq_length * hidden_size * layers / measured
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fields:
     """One run, not yet validated. Sizes are those of the complete model, never of one rank."""
@@ -205,8 +186,6 @@ class Fields:
     """linear: the heads' losses without logits, by our patches; see `wanted_patches`."""
     cuda_graph_impl: Literal["none", "local", "transformer_engine"] = "none"
     cuda_graph_modules: tuple[str, ...] = ()
-    graph_pool: GraphPool | None = None
-    """A measurement from which the preflight estimates the graphs' memory; None: not measured."""
 
     packed_documents: bool = False
     """Keep attention, Mamba and MTP inside a document; off: a sample is one causal sequence."""

@@ -11,11 +11,11 @@ from typing import Any
 
 from cppmega.errors import CppmegaError, closest, suggestion
 from cppmega.recipe import field_types, validate
-from cppmega.recipe.fields import Fields, GraphPool
+from cppmega.recipe.fields import Fields
 from cppmega.sizes.embeddings import NgramHash, Structure
 from cppmega.sizes.mixers import M2RNN, Mamba2, Mamba3
 
-__all__ = ["M2RNN", "GraphPool", "Mamba2", "Mamba3", "NgramHash", "Recipe", "Structure"]
+__all__ = ["M2RNN", "Mamba2", "Mamba3", "NgramHash", "Recipe", "Structure"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -120,7 +120,6 @@ CASES = {
     "recipe without backend": Case(SLICE.with_(dsa_kernel_backend=None), (MOCK,)),
     "no backend": Case(None, (*RAW, *BF16, *MLA)),
     "graphs": Case(FULL, (MOCK,)),
-    "small graphs": Case(FULL.with_(pattern="DE/D-"), (MOCK,)),
     "graphs of layers": Case(SLICE, (MOCK, *LOCAL)),
     "graphs of experts": Case(SLICE, (MOCK, *LOCAL, "--cuda-graph-modules", "moe")),
     "graphs of padded experts": Case(SLICE, (MOCK, *LOCAL, *PADDED)),
@@ -319,7 +318,6 @@ RULES = {
     "slice": (),
     "raw": (),
     "v3.2": (),
-    "small graphs": (),
     "fp8 recipe": (),
     "fused down projection": (),
     "fused": (),
@@ -383,12 +381,6 @@ def test_dsa_backends_that_would_decline(line: Any) -> None:
     assert "dense" in found.what and "dsa_indexer_kernels" in found.what
     refuses("rules", "dsa-unfused", unpatched(line, "no backend"))
     refuses("rules", "dsa-unfused", unpatched(line, "recipe without backend"))
-
-
-def test_cuda_graphs_that_do_not_fit(line: Any) -> None:
-    assert "GiB" in refuses("graph_pool", "graph-pool-does-not-fit", line("graphs")).what
-    assert "pool" in holds("graph_pool", line("small graphs"))
-    says_nothing("graph_pool", line("slice"))
 
 
 @pytest.mark.parametrize(

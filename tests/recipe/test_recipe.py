@@ -152,7 +152,6 @@ def test_a_broken_width_names_the_next_one_that_fits(
         {"mamba3": Mamba3(state_dim=6)},
         {"ngram_hash": NgramHash(orders=(2, 0))},
         {"ngram_hash": NgramHash(heads=4)},  # of 16 tables
-        {"graph_pool": {"gib": 1.0}},
         {"dsa_dense_loss_steps": -1},
         {"dsa_dense_loss_steps": 2, "pattern": "*E-/*-"},
     ],

@@ -16,6 +16,6 @@ ORDER: tuple[str, ...] = (
     # a process like a rank
     *("imported_process", "live_proofs"),
     # the launch line, by the installed version's own parser
-    *("unknown_arguments", "line_parses", "line_data", "graph_pool", "checkpoint", "rules"),
+    *("unknown_arguments", "line_parses", "line_data", "checkpoint", "rules"),
 )
 """Cheap checks come first where prerequisites allow: a mistyped path must not wait for torch."""
