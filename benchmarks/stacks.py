@@ -56,10 +56,13 @@ STEPS: dict[str, tuple[str, ...]] = {
     "features": (*PYTEST, "tests/features"),
     "guard": (*PYTEST, "tests/guard"),
     "overlay": (*PYTEST, "tests/overlay"),
-    # For CI: each family's kernels once, in the interpreter.
+    # For CI: each family's kernels once, in the interpreter; and the guard beside real libraries.
     "subset": (*PYTEST, "tests/ops", "-k", "interpret and not memory"),
+    "live": (*PYTEST, "tests/guard", "-k", "live"),
 }
-DEFAULT = tuple(name for name in STEPS if name != "subset")
+PARTS = ("subset", "live")
+"""Steps that are a part of others, and run only where they are asked for."""
+DEFAULT = tuple(name for name in STEPS if name not in PARTS)
 
 
 def main() -> None:
@@ -138,6 +141,7 @@ def run(python: Path, step: str, folder: Path) -> dict[str, object]:
     last = _summary(step, lines)
     print(f"{python.parent.parent.name}: {step}: exit {done.returncode}: {last}", flush=True)
     return {
+        "date": f"{datetime.date.today()}",
         "exit": done.returncode,
         "seconds": round(time.monotonic() - started),
         "result": last,
@@ -166,7 +170,7 @@ def _merge(name: str, python: Path, found: dict[str, dict[str, object]]) -> None
     printed = subprocess.run([python, "-c", probe], capture_output=True, text=True, check=True)
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     entry = results.setdefault(name, {"steps": {}})
-    entry |= {"versions": json.loads(printed.stdout), "date": f"{datetime.date.today()}"}
+    entry["versions"] = json.loads(printed.stdout)
     entry["steps"] |= found
     RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
 

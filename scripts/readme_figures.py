@@ -270,7 +270,8 @@ def stacks() -> str:
     lines = [[*heads, *steps, "date"], ["---"] * (len(heads) + len(steps) + 1)]
     for one in order:
         told = [one["steps"].get(step, {"result": "not run"})["result"] for step in steps]
-        lines.append([*(one["versions"][head] for head in heads), *told, one["date"]])
+        dates = sorted({step["date"] for step in one["steps"].values()})
+        lines.append([*(one["versions"][head] for head in heads), *told, ", ".join(dates)])
     return "\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines) + "\n"
 
 
