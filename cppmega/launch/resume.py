@@ -64,8 +64,7 @@ class Earlier:
     @property
     def is_script(self) -> bool:
         """Whether it is a run of a script."""
-        words = self.run.outline.torchrun
-        return "cppmega.run" in words and _TRAINER not in words
+        return _is_script(self.run.outline.torchrun)
 
     @property
     def recipe_file(self) -> Path:
@@ -73,6 +72,10 @@ class Earlier:
         if self.is_script:
             return Path(self.run.outline.recipe.path)
         return self.run.path / "recipe" / f"{self.run.outline.recipe.name}.py"
+
+
+def _is_script(words: Sequence[str]) -> bool:
+    return "cppmega.run" in words and _TRAINER not in words
 
 
 def earlier(run: Run) -> Earlier:
@@ -86,11 +89,12 @@ def earlier(run: Run) -> Earlier:
     arguments, recipe = manifest.arguments, None
     if _TRAINER in line:  # -m cppmega.trainer RECIPE, then they
         _, arguments = trainer_options.read(line[line.index(_TRAINER) + 2 :])
-    try:
-        kept = recipes_index.load(str(run.path / "recipe" / f"{name}.py"))
-        recipe = recipes_index.with_text(kept, manifest.recipe.changes)
-    except CppmegaError:  # a script, or an older release's, whose checkpoint is compared later
-        pass
+    if not _is_script(line):  # whose ranks run it, and nobody else
+        try:
+            kept = recipes_index.load(str(run.path / "recipe" / f"{name}.py"))
+            recipe = recipes_index.with_text(kept, manifest.recipe.changes)
+        except CppmegaError:  # an older release's, whose checkpoint is compared later
+            pass
     by_recipe = recipe.environment if recipe is not None else ()
     environment = {
         name: value

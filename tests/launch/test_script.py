@@ -291,6 +291,14 @@ def test_what_a_script_cannot_be_launched_with(
     assert error.value.name == name
 
 
+def test_a_script_is_run_by_its_ranks_alone(tmp_path: Path, without_preflight: None) -> None:
+    """A resuming launch does not execute it to see whether it is a recipe."""
+    crashed(prepared(tmp_path, "import megatron, sys\nsys.modules['ran'] = sys", name="first"))
+    assert (tmp_path / "runs" / "first" / "recipe" / "mine.py").exists()
+    again = launch.prepare(asked(tmp_path / "runs", recipe="", resume="first"))
+    assert again.name == "mine" and "ran" not in sys.modules
+
+
 def test_one_refusal_of_a_launch_is_printed_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
