@@ -3,20 +3,22 @@
 usage: python -m benchmarks.mamba3 [--main ROOT] [--out benchmarks/results] [--only NAME] [--alone]
 
 Needs mamba-ssm 2.3.2.post1 with cppmega's pages, tilelang and nvcc; with --alone, which measures
-only our mixer's MIMO, none of them. ROOT is a checkout of mamba-ssm's main branch, whose kernels
+only our mixer, none of them. ROOT is a checkout of mamba-ssm's main branch, whose kernels
 are measured in the same process. The core is everything between the two projections of a layer;
 mamba-ssm's is its kernels, with what surrounds them in plain torch, as in its module. A pack is
 compared with 8 sequences of as many tokens. Before anything is timed, our results and gradients are
 compared with plain torch in fp32 on short sequences. Times are medians of 10 with CUDA events, of
 forward plus backward; bytes are those of the distinct tensors that the core saves for its backward;
-what is outside the scan is all kernels but those that multiply matrices. On Hopper, MIMO is
-measured with the kernels for every GPU too. Writes mamba3_DEVICE.json and .md, or
+what is outside the scan is all kernels but those that multiply matrices. On Hopper, the
+kernels for every GPU are measured too. The first launch is that of forward and backward, with its
+compilation, if Triton's cache is empty. Writes mamba3_DEVICE.json and .md, or
 mamba3_alone_DEVICE, with the time of every kernel.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -149,18 +151,20 @@ def measure(
     """Milliseconds and saved KB per token of every way, and milliseconds by kernel."""
     given = given_for(shape, documents)
     ways: dict[str, Way] = {"ours": ours, **({"mamba-ssm": eager} if rivals else {})}
+    begun = time.monotonic()
+    both_ways(ours, *given)
+    torch.cuda.synchronize()
+    first = time.monotonic() - begun
     row = {name: median(both_ways, way, *given) for name, way in ways.items()}
-    if shape.rank > 1:
-        with mock.patch.object(scan, "on_hopper", return_value=False):
-            row["ours in Triton"] = median(both_ways, ours, *given)
-            row["ours in Triton, forward"] = median(ours, *given)
+    with mock.patch.object(scan, "on_hopper", return_value=False):
+        row["ours in Triton"] = median(both_ways, ours, *given)
+        row["ours in Triton, forward"] = median(ours, *given)
     if main is not None and rivals:
         with imported_from(main):
             row["main"] = median(both_ways, eager, *given)
     if documents > 1:
         row["unpacked"] = median(both_ways, ours, *given_for(WHOLE, 1))
-    if shape.rank > 1:  # mamba-ssm's SISO unpacks what it saved twice, which torch then refuses
-        row["recomputed"] = median(both_ways, recomputed, *given)
+    row["recomputed"] = median(both_ways, recomputed, *given)
     row |= {f"{name}, forward": median(way, *given) for name, way in ways.items()}
     tokens = shape.batch * shape.length
     profiles = {name: by_kernel(both_ways, way, *given) for name, way in ways.items()}
@@ -169,6 +173,7 @@ def measure(
         row[f"{name}, outside the scan"] = sum(
             time for kernel, time in profiles[name].items() if not kernel.startswith(SCANS)
         )
+    row["first launch, s"] = first
     return row, profiles
 
 
@@ -195,18 +200,17 @@ def table(report: dict[str, Any]) -> str:
 @results.folder_option("--main", "a checkout of mamba-ssm's main branch")
 @results.out_option()
 @click.option("--only", default="", help="only cases whose names begin with this")
-@click.option("--alone", is_flag=True, help="measure only our MIMO")
+@click.option("--alone", is_flag=True, help="measure only our kernels")
 def command(main: Path | None, out: Path, only: str, alone: bool) -> None:
     stack = results.stack("triton", "tilelang", "mamba-ssm")
     report: dict[str, Any] = {"stack": stack, "rows": {}, "kernels": {}}
     for name, (shape, documents) in CASES.items():
-        if name.startswith(only) and not (alone and shape.rank == 1):
+        if name.startswith(only):
             rivals = name in RIVALS and not alone
             if rivals and shape.rank == 1:
                 both_ways(eager, *given_for(shape, documents))  # its kernels are tuned only once
             check(shape, documents)
-            other = main if shape.rank > 1 else None
-            report["rows"][name], report["kernels"][name] = measure(shape, documents, other, rivals)
+            report["rows"][name], report["kernels"][name] = measure(shape, documents, main, rivals)
             which = "mamba3_alone" if alone else "mamba3"
             results.write(out, f"{which}_{card()}", report, table(report))
 

@@ -10,11 +10,38 @@ default: that of Triton changes in 3.10, and a variable changes it in every rele
 from __future__ import annotations
 
 import functools
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
 
 _Kernel = TypeVar("_Kernel")
+_compiles = ContextVar("_compiles", default=False)
+
+
+@contextmanager
+def only_compiled() -> Iterator[None]:
+    """Compile the kernels that are launched within side by side, and run none of them.
+
+    The compiler's passes and ptxas leave Python's lock to other threads. Before Triton 3.5, the
+    kernels are compiled one after the other.
+    """
+    import triton
+
+    mode = getattr(triton, "AsyncCompileMode", None)
+    token = _compiles.set(True)
+    try:
+        if mode is not None:
+            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads, mode(threads):
+                yield
+        else:
+            yield
+    finally:
+        _compiles.reset(token)
 
 
 def on_its_device(kernel: _Kernel) -> _Kernel:
@@ -38,15 +65,16 @@ def _launching(kind: Any) -> Any:
 
             def launch(*arguments: Any, **named: Any) -> Any:
                 named.setdefault("enable_fp_fusion", True)
+                compiles = _compiles.get()
                 first = arguments[0] if arguments else next(iter(named.values()))
                 try:
                     device = first.get_device()
                 except AttributeError:  # a descriptor of a tensor's tiles
                     device = first.base.get_device()
                 if device < 0 or device == torch._C._cuda_getDevice():
-                    return run(*arguments, grid=grid, warmup=False, **named)
+                    return run(*arguments, grid=grid, warmup=compiles, **named)
                 with torch.cuda.device(device):
-                    return run(*arguments, grid=grid, warmup=False, **named)
+                    return run(*arguments, grid=grid, warmup=compiles, **named)
 
             return launch
 

@@ -16,9 +16,9 @@ def obstacle(
         angles: rotated pairs of a state.
         out_norm: whether the output is normalized before the gate.
     """
-    if rank not in (2, 4) or out_norm:
+    if rank not in (1, 2, 4) or out_norm:
         norm = " with an output norm" if out_norm else ""
-        return f"it supports ranks 2 and 4 without an output norm, not rank {rank}{norm}"
+        return f"it supports ranks 1, 2 and 4 without an output norm, not rank {rank}{norm}"
     if any(each & each - 1 for each in (state, width, heads_per_group)):
         return f"{heads_per_group} heads per group, {state} or {width} is not a power of two"
     if state < 32 or width < 16:

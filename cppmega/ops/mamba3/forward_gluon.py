@@ -104,9 +104,10 @@ def forward_sm90_kernel(  # type: ignore[no-untyped-def]
         before_plain = gl.allocate_shared_memory(kind, [64, 64], TILE)
         before.store(state.to(kind))
         before_plain.store(state_plain.to(kind))
-        v = gl.allocate_shared_memory(kind, [64, ROWS], TILE)
         v_t = x_t * weights_of(weights.index(4), R)
-        v.store(flat(v_t, R).to(kind))
+        if R > 1:
+            v = gl.allocate_shared_memory(kind, [64, ROWS], TILE)
+            v.store(flat(v_t, R).to(kind))
         q = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
         q_plain = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
         k = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
@@ -135,9 +136,12 @@ def forward_sm90_kernel(  # type: ignore[no-untyped-def]
         y = added(before_plain, q_plain.permute([1, 0]), y)
         if R == 4:
             scores = hopper.warpgroup_mma_wait(1, [scores])
-        else:  # so that the weights take the memory of the queries, and two programs fit
+        else:  # so that what follows takes the memory of the queries, and two programs fit
             done = hopper.warpgroup_mma_wait(0, [scores, y, before, before_plain, q, q_plain])
             scores, y = done[0], done[1]
+        if R == 1:
+            v = gl.allocate_shared_memory(kind, [64, ROWS], TILE)
+            v.store(flat(v_t, R).to(kind))
         mixing = gl.allocate_shared_memory(kind, [ROWS, ROWS], TILE)
         mixing.store(weighed(scores, weight, R).to(kind))
         if R == 4:

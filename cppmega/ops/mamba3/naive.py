@@ -69,7 +69,7 @@ class Parameters(NamedTuple):
         query_bias: `[h, R, n]`.
         key_norm: `[n]`.
         query_norm: `[n]`.
-        rank_x: `[h, R, p]`, the weights that expand x to R values; None: SISO, with R = 1.
+        rank_x: `[h, R, p]`, the weights that expand x to R values; None: SISO, which is R = 1.
         rank_z: `[h, R, p]`, the same for the gate.
         rank_out: `[h, R, p]`, the weights of the sum over R outputs.
         out_norm: `[h * p]`, the weight of a norm per head before the gate; None: no norm.
@@ -189,6 +189,23 @@ def rotated(x: Tensor, theta: Tensor, pairwise: bool) -> Tensor:
     first, second = split.unbind(axis)
     turned = torch.stack((first * cos - second * sin, first * sin + second * cos), axis)
     return turned.flatten(-2)
+
+
+def halved(x: Tensor) -> Tensor:
+    """Columns n that are paired in halves, from columns whose first half are adjacent pairs.
+
+    A scan whose keys and queries are both reordered so computes the same, since they only meet in
+    products over their columns.
+    """
+    rotated_columns, *others = x.split([x.size(-1) // 2, *[x.size(-1) // 4] * 2], -1)
+    first, second = rotated_columns.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.cat((first, others[0], second, others[1]), -1)
+
+
+def interleaved(x: Tensor) -> Tensor:
+    """The inverse of `halved`."""
+    first, plain, second, other = x.chunk(4, -1)
+    return torch.cat((torch.stack((first, second), -1).flatten(-2), plain, other), -1)
 
 
 def scan(

@@ -17,7 +17,14 @@ from cppmega.ops.common.dispatch import interpreted
 from cppmega.ops.common.numerics import wide
 from cppmega.ops.common.once_differentiable import once_differentiable
 from cppmega.ops.mamba3 import operands_triton as kernels
-from cppmega.ops.mamba3.naive import EPSILON, Definition, Inputs, Parameters, decay_rate
+from cppmega.ops.mamba3.naive import (
+    EPSILON,
+    Definition,
+    Inputs,
+    Parameters,
+    decay_rate,
+    halved,
+)
 
 
 class Operands(NamedTuple):
@@ -127,11 +134,13 @@ def compute(
         inputs: bf16, fp16 or fp32; on a CPU, any floating type.
         parameters: on the same device.
         definition: of A.
-        spread: repeat the angles for every head, in fp32; otherwise return those of the inputs.
+        spread: repeat the angles for every head, in fp32, as mamba-ssm's kernels take them;
+            otherwise return those of the inputs, and the columns of SISO's keys and queries as
+            `naive.halved` orders them, as `scan` takes them.
     """
     if not _by_kernels(inputs):
         found = plain(inputs, parameters, definition)
-        return found if spread else found._replace(angles=inputs.angles)
+        return found if spread else _of_scan(found, inputs.angles)
     b, length, heads = inputs.dt.shape
     groups, rank, n = inputs.keys.shape[2:]
     like = inputs.x
@@ -140,6 +149,7 @@ def compute(
         (dense(inputs.keys, 3), dense(inputs.queries, 3)),
         (parameters.key_norm, parameters.query_norm),
         (keys, queries),
+        halve=rank == 1 and not spread,
     )
     log_a, dt = (
         torch.empty(b, heads, length, dtype=torch.float32, device=like.device) for _ in range(2)
@@ -176,14 +186,15 @@ def gradients(
         return _plain_gradients(inputs, parameters, definition, upstream)
     shape = inputs.keys.shape
     keys, queries = inputs.x.new_empty(shape), inputs.x.new_empty(shape)
+    spread = upstream.angles.dim() == 4
     key_norm, query_norm = kernels.states_backward(
         (dense(inputs.keys, 3), dense(inputs.queries, 3)),
         (parameters.key_norm, parameters.query_norm),
         (upstream.keys.contiguous(), upstream.queries.contiguous()),
         (keys, queries),
+        halve=shape[3] == 1 and not spread,
     )
     dt, decay, trap = (inputs.x.new_empty(inputs.dt.shape) for _ in range(3))
-    spread = upstream.angles.dim() == 4
     angles = inputs.x.new_empty(inputs.angles.shape) if spread else upstream.angles.to(dt.dtype)
     dt_bias = kernels.heads_backward(
         (dense(inputs.dt, 1), dense(inputs.decay, 1)),
@@ -208,9 +219,16 @@ def _plain_gradients(
     with torch.enable_grad():
         found = plain(*_from_sources(inputs.x, *read), definition)
     if upstream.angles.dim() == 3:
-        found = found._replace(angles=read[Gradients._fields.index("angles")])
+        found = _of_scan(found, read[Gradients._fields.index("angles")])
     outer = [g.to(each.dtype) for g, each in zip(upstream, found, strict=True)]
     return Gradients(*torch.autograd.grad(found, read, outer))
+
+
+def _of_scan(made: Operands, angles: Tensor) -> Operands:
+    """What `scan` takes, from what mamba-ssm's kernels take."""
+    if made.keys.size(2) == 1:
+        made = made._replace(keys=halved(made.keys), queries=halved(made.queries))
+    return made._replace(angles=angles)
 
 
 def dense(x: Tensor, axes: int) -> Tensor:

@@ -36,11 +36,24 @@ Pair = tuple[Tensor, Tensor]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _columns(N: tl.constexpr, HALVE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the projection has the scan's columns: elsewhere if `naive.halved` reorders them."""
+    n = tl.arange(0, N)
+    if HALVE:
+        K: tl.constexpr = N // 4
+        first = tl.where(n < K, 2 * n, n + K)
+        second = tl.where(n < 3 * K, 2 * (n - 2 * K) + 1, n)
+        n = tl.where(n < 2 * K, first, second)
+    return n
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _rows_of(  # type: ignore[no-untyped-def]
-    x, start, weight, here, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr
-):
+    x, start, weight, n, here, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
     """Load all rows of a token in fp32, their reciprocal RMS, the norm's weight, and the mask."""
-    row, n = tl.arange(0, ROWS), tl.arange(0, N)
+    row = tl.arange(0, ROWS)
     mask = (row < G * R)[:, None] & here
     v = tl.load(x + start + row[:, None] * N + n[None, :], mask=mask, other=0.0).to(tl.float32)
     rstd = tl.rsqrt(tl.sum(v * v, 1) / N + NORM_EPS)
@@ -58,9 +71,9 @@ def _places(token, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, ROWS: tl.c
 @triton.jit  # type: ignore[untyped-decorator]
 def _exchanged(  # type: ignore[no-untyped-def]
     x, start, weight, out, token, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, HALVE: tl.constexpr,
 ):  # fmt: skip
-    v, rstd, w, mask = _rows_of(x, start, weight, True, G, R, N, ROWS)
+    v, rstd, w, mask = _rows_of(x, start, weight, _columns(N, HALVE), True, G, R, N, ROWS)
     v *= rstd[:, None] * w[None, :]
     tl.store(out + _places(token, G, R, N, ROWS), v.to(out.dtype.element_ty), mask=mask)
 
@@ -70,28 +83,30 @@ def _exchanged(  # type: ignore[no-untyped-def]
 def _states_kernel(  # type: ignore[no-untyped-def]
     keys, queries, key_norm, query_norm, to_keys, to_queries, length, keys_b, keys_l, queries_b,
     queries_l, G: tl.constexpr, R: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
+    HALVE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     b, at = token // length, token % length
     if tl.program_id(1) == 0:
         start = b * keys_b + at * keys_l
-        _exchanged(keys, start, key_norm, to_keys, token, G, R, N, ROWS)
+        _exchanged(keys, start, key_norm, to_keys, token, G, R, N, ROWS, HALVE)
     else:
         start = b * queries_b + at * queries_l
-        _exchanged(queries, start, query_norm, to_queries, token, G, R, N, ROWS)
+        _exchanged(queries, start, query_norm, to_queries, token, G, R, N, ROWS, HALVE)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _states_gradient(  # type: ignore[no-untyped-def]
     x, weight, dy_ptr, out, sums, tokens, length, stride_b, stride_l, G: tl.constexpr,
     R: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    HALVE: tl.constexpr,
 ):  # fmt: skip
     dw = tl.zeros((N,), tl.float32)
-    row, n = tl.arange(0, ROWS), tl.arange(0, N)
+    row, n = tl.arange(0, ROWS), _columns(N, HALVE)
     for each in range(TOKENS):
         token = tl.program_id(0).to(tl.int64) * TOKENS + each
         start = (token // length) * stride_b + (token % length) * stride_l
-        v, rstd, w, mask = _rows_of(x, start, weight, token < tokens, G, R, N, ROWS)
+        v, rstd, w, mask = _rows_of(x, start, weight, n, token < tokens, G, R, N, ROWS)
         v *= rstd[:, None]
         dy = tl.load(dy_ptr + _places(token, G, R, N, ROWS), mask=mask, other=0.0).to(tl.float32)
         dw += tl.sum(dy * v, 0)
@@ -107,18 +122,18 @@ def _states_gradient(  # type: ignore[no-untyped-def]
 def _states_backward_kernel(  # type: ignore[no-untyped-def]
     keys, queries, key_norm, query_norm, dy_keys, dy_queries, d_keys, d_queries, sums, tokens,
     length, keys_b, keys_l, queries_b, queries_l, G: tl.constexpr, R: tl.constexpr,
-    N: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    N: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, HALVE: tl.constexpr,
 ):  # fmt: skip
     if tl.program_id(1) == 0:
         _states_gradient(
             keys, key_norm, dy_keys, d_keys, sums, tokens, length, keys_b, keys_l, G, R, N, ROWS,
-            TOKENS,
+            TOKENS, HALVE,
         )  # fmt: skip
     else:
         sums += tl.num_programs(0).to(tl.int64) * N
         _states_gradient(
             queries, query_norm, dy_queries, d_queries, sums, tokens, length, queries_b, queries_l,
-            G, R, N, ROWS, TOKENS,
+            G, R, N, ROWS, TOKENS, HALVE,
         )  # fmt: skip
 
 
@@ -222,24 +237,26 @@ def _heads_backward_kernel(  # type: ignore[no-untyped-def]
         tl.store(d_angles + offs, acc.to(d_angles.dtype.element_ty), mask=mask_k)
 
 
-def states(x: Pair, weights: Pair, out: Pair) -> None:
+def states(x: Pair, weights: Pair, out: Pair, halve: bool) -> None:
     """Normalise keys and queries `[b, l, g, R, n]` and write them as `[b, l, R, g, n]`.
 
     Args:
         x: keys and queries; the last three axes are contiguous, and n is a power of two.
         weights: of the norms, `[n]`.
         out: contiguous.
+        halve: reorder the columns n as `naive.halved`.
     """
     b, length, groups, rank, n = x[0].shape
     if b * length:
         _states_kernel[(b * length, 2)](
             *x, *(each.contiguous() for each in weights), *out, length,
             *x[0].stride()[:2], *x[1].stride()[:2],
-            G=groups, R=rank, N=n, ROWS=triton.next_power_of_2(groups * rank), num_warps=4,
+            G=groups, R=rank, N=n, ROWS=triton.next_power_of_2(groups * rank),
+            HALVE=halve, num_warps=4,
         )  # fmt: skip
 
 
-def states_backward(x: Pair, weights: Pair, given: Pair, out: Pair) -> Pair:
+def states_backward(x: Pair, weights: Pair, given: Pair, out: Pair, halve: bool) -> Pair:
     """Write the gradients of keys and queries; return those of the norms' weights, in fp32.
 
     Args:
@@ -247,6 +264,7 @@ def states_backward(x: Pair, weights: Pair, given: Pair, out: Pair) -> Pair:
         weights: those of `states`.
         given: the gradients of the results of `states`, `[b, l, R, g, n]`, contiguous.
         out: `[b, l, g, R, n]`, contiguous.
+        halve: that of `states`.
     """
     b, length, groups, rank, n = x[0].shape
     programs = triton.cdiv(b * length, TOKENS)
@@ -255,7 +273,7 @@ def states_backward(x: Pair, weights: Pair, given: Pair, out: Pair) -> Pair:
         _states_backward_kernel[(programs, 2)](
             *x, *(each.contiguous() for each in weights), *given, *out, sums, b * length, length,
             *x[0].stride()[:2], *x[1].stride()[:2], G=groups, R=rank, N=n,
-            ROWS=triton.next_power_of_2(groups * rank), TOKENS=TOKENS, num_warps=4,
+            ROWS=triton.next_power_of_2(groups * rank), TOKENS=TOKENS, HALVE=halve, num_warps=4,
         )  # fmt: skip
     dw_keys, dw_queries = sums.sum(1)
     return dw_keys, dw_queries

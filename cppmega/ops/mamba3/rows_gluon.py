@@ -30,6 +30,7 @@ from cppmega.ops.mamba3.tiles_gluon import (
     columns_layout,
     fetch_columns,
     fetch_flat,
+    fetch_rates,
     fetch_rows,
     fetch_values,
     flat,
@@ -39,9 +40,9 @@ from cppmega.ops.mamba3.tiles_gluon import (
     in_columns,
     inside,
     make_rows,
-    make_turned,
+    pair_bias,
+    pairs_of,
     product,
-    rates,
     turned,
     vector_of,
     weighed,
@@ -112,9 +113,9 @@ def rows_sm90_kernel(  # type: ignore[no-untyped-def]
     own_pairs = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
     fetch_rows(pairs, plain, (queries if KEYS else keys) + group, first, length, G, R)
     fetch_columns(own_pairs, (keys if KEYS else queries) + group, 0, 64, first, length, G, R)
-    learned = gl.allocate_shared_memory(gl.float32, [R * 512], FLAT)
-    biases = learned._reinterpret(gl.float32, [4, R, 128], PLANE)
-    weights = learned._reinterpret(gl.float32, [8, 64, R], PLANE)
+    learned = gl.allocate_shared_memory(gl.float32, [R * 1024], FLAT)._reinterpret(
+        gl.float32, [2, R * 512], FLAT
+    )
     copied = gl.allocate_shared_memory(gl.float32, [16 * T], FLAT)._reinterpret(
         gl.float32, [2, 8 * T], FLAT
     )
@@ -122,23 +123,23 @@ def rows_sm90_kernel(  # type: ignore[no-untyped-def]
     z_copied = gl.allocate_shared_memory(kind, [T, 64], TILE)
     do_copied = gl.allocate_shared_memory(kind, [T, 64], TILE)
     theta_copied = gl.allocate_shared_memory(gl.float32, [32], FLAT)
+    speed = gl.allocate_shared_memory(gl.float32, [T, 32], PLANE)
+    fetch_rates(speed, rate + b * length * 32, first, length, R)
     x += b * x_b + g * (HEADS * 64)
     z += b * z_b + g * (HEADS * 64)
     do += (b * length * H + g * HEADS) * 64
     by_head += g * HEADS * (R * 512)
     vectors += offs_chunk * (8 * T)
     theta += offs_chunk * 32
-    fetch_flat(learned, by_head)
+    fetch_flat(learned.index(0), by_head)
     fetch_flat(copied.index(0), vectors)
     fetch_flat(theta_copied, theta)
     fetch_values(x_copied, x, first, length, x_l, R)
     fetch_values(z_copied, z, first, length, z_l, R)
     fetch_values(do_copied, do, first, length, H * 64, R)
     async_copy.commit_group()
-    own = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
     other = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
     other_plain = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
-    speed, t_angle = rates(rate + b * length * 32, first, length, R)
     acc_one = gl.zeros([32, TH, R, 8], gl.float32, HALF)
     acc_other = gl.zeros([32, TH, R, 8], gl.float32, HALF)
     acc_plain = gl.zeros([64, 64], gl.float32, MMA)
@@ -148,7 +149,7 @@ def rows_sm90_kernel(  # type: ignore[no-untyped-def]
     at_row = (gl.expand_dims(t_own, 1) == first) & (gl.full([T, 32], 0, gl.int32, A) == 0)
     begin = gl.zeros([T], gl.int32, gl.SliceLayout(1, A))
     if PACKED:
-        begin = gl.load(starts + t_angle)
+        begin = gl.load(starts + gl.minimum(t_own, length - 1))
         following = gl.load(starts + gl.minimum(t_own + 1, length - 1))
         ends = gl.expand_dims(following == t_own + 1, 1) & (gl.full([T, 32], 0, gl.int32, A) == 0)
     earlier = gl.expand_dims(begin < first, 1)
@@ -157,27 +158,31 @@ def rows_sm90_kernel(  # type: ignore[no-untyped-def]
         gl.thread_barrier()
         at = copied.index(head & 1)._reinterpret(gl.float32, [8, TH, 8], PLANE)
         by_token = copied.index(head & 1)._reinterpret(gl.float32, [8, T], FLAT)
-        x_t, z_t = in_columns(x_copied, R), in_columns(z_copied, R)
-        do_t = inside(in_columns(do_copied, R), first, length, R)
+        biases = learned.index(head & 1)._reinterpret(gl.float32, [4, R, 128], PLANE)
+        weights = learned.index(head & 1)._reinterpret(gl.float32, [8, 64, R], PLANE)
         step = by_token.index(5).load(gl.SliceLayout(1, A))
         angle = theta_copied.load(gl.SliceLayout(0, A))
-        cos, sin = turned(speed, step, angle, R)
+        cos, sin = turned(speed.load(A), step, angle, R)
         c, s = angled(cos, sin, R)
         make_rows(other, other_plain, pairs, plain, biases.index(0 if KEYS else 1), c, s, R)
-        make_turned(own, own_pairs, biases.index(1 if KEYS else 0), c, s, R)
         COLUMN: gl.constexpr = without(C, 0, 2)
         share = vector_of(at, 1, COLUMN)
         if KEYS:
             share = vector_of(at, 2, COLUMN) * vector_of(at, 3, COLUMN)
         share = gl.expand_dims(gl.expand_dims(share, 0), 2)
-        v_t = x_t * weights_of(weights.index(4), R)
+        z_t = in_columns(z_copied, R)
+        do_t = inside(in_columns(do_copied, R), first, length, R)
         gate, _ = gated(z_t, weights_of(weights.index(5), R))
         dy_t = do_t * weights_of(weights.index(6), R) * gate
-        v = gl.allocate_shared_memory(kind, [64, ROWS], TILE)
         dy = gl.allocate_shared_memory(kind, [64, ROWS], TILE)
         left = gl.allocate_shared_memory(kind, [64, ROWS], TILE)
-        v.store(flat(v_t, R).to(kind))
         dy.store(flat(dy_t, R).to(kind))
+        v_t = in_columns(x_copied, R) * weights_of(weights.index(4), R)
+        if R == 1:
+            v = x_copied.permute([1, 0])
+        else:
+            v = gl.allocate_shared_memory(kind, [64, ROWS], TILE)
+            v.store(flat(v_t, R).to(kind))
         left.store(flat((v_t if KEYS else dy_t) * share, R).to(kind))
         weight, _, _ = between(at, starts, first, length, KEYS, PACKED, R)
         hopper.fence_async_shared()
@@ -190,62 +195,72 @@ def rows_sm90_kernel(  # type: ignore[no-untyped-def]
         do += after * 64
         vectors += after * (8 * T)
         theta += after * 32
-        fetch_flat(learned, by_head)
+        fetch_flat(learned.index((head + 1) & 1), by_head)
         fetch_flat(copied.index((head + 1) & 1), vectors)
         fetch_flat(theta_copied, theta)
-        fetch_values(x_copied, x, first, length, x_l, R)
+        if R > 1:
+            fetch_values(x_copied, x, first, length, x_l, R)
         fetch_values(z_copied, z, first, length, z_l, R)
         fetch_values(do_copied, do, first, length, H * 64, R)
         async_copy.commit_group()
         products = product(dy.permute([1, 0]), v) if KEYS else product(v.permute([1, 0]), dy)
         mbarrier.wait(arrived, head & 1, deps=[state])
         d_tile = product(state.slice(0, 64).permute([1, 0]), left)
-        d_plain = product(state.slice(64, 64).permute([1, 0]), left)
-        products = hopper.warpgroup_mma_wait(2, [products, v, dy])[0]
+        if R > 1:
+            d_plain = product(state.slice(64, 64).permute([1, 0]), left)
+        products = hopper.warpgroup_mma_wait(1 if R == 1 else 2, [products, v, dy])[0]
         d_scores = gl.allocate_shared_memory(kind, [ROWS, ROWS], TILE)
         d_scores.store(weighed(products, weight, R).to(kind))
         hopper.fence_async_shared()
         d_tile = added(other.permute([1, 0]), d_scores, d_tile)
+        if R == 1:
+            d_plain = product(state.slice(64, 64).permute([1, 0]), left)
         d_plain = added(other_plain.permute([1, 0]), d_scores, d_plain)
-        L: gl.constexpr = without(HALF, 2)
-        c = gl.convert_layout(gl.permute(gl.reshape(cos, [TH, 8, 32]), [2, 0, 1]), L)
-        s = gl.convert_layout(gl.permute(gl.reshape(sin, [TH, 8, 32]), [2, 0, 1]), L)
-        c, s = gl.expand_dims(c, 2), gl.expand_dims(s, 2)
-        one_own, other_own = halves(own.permute([1, 0]).load(MMA).to(gl.float32), R)
         p_sums = sums + (offs_chunk + head) * (R * 128)
         # The operands too, whose memory could be taken for others as long as the products run.
         done = hopper.warpgroup_mma_wait(0, [d_tile, d_plain, left, d_scores])
         d_tile, d_plain = done[0], done[1]
         gl.thread_barrier()
+        if R == 1:  # now that no product reads the values any more
+            fetch_values(x_copied, x, first, length, x_l, R)
+            async_copy.commit_group()
         if head + 1 < HEADS:
             row = ((offs_chunk + head + 1) * 128).to(gl.int32)
             mbarrier.expect(arrived, 128 * 64 * 2)
             tma.async_copy_global_to_shared(states, [row, 0], arrived, state)
-        d_one, d_other = halves(d_tile, R)
-        # The angle's gradient is the same before the rotation as after it.
-        d_angle = gl.sum(one_own * d_other - other_own * d_one, 2)
-        d_first = d_one * c + d_other * s
-        d_second = d_other * c - d_one * s
-        K2: gl.constexpr = without(HALF, 1, 3)
-        k = gl.arange(0, 32, gl.SliceLayout(1, K2))
         N2: gl.constexpr = without(C, 1, 3)
         n = gl.arange(0, 64, gl.SliceLayout(1, N2))
+        plain_sum = gl.sum(gl.sum(columned(d_plain, R), 3), 1)
+        _put_sum(p_sums, plain_sum, n + 32 + gl.where(n >= 32, 32, 0), R)
+        acc_plain += d_plain
+        L: gl.constexpr = without(HALF, 2)
+        c = gl.convert_layout(gl.permute(gl.reshape(cos, [TH, 8, 32]), [2, 0, 1]), L)
+        s = gl.convert_layout(gl.permute(gl.reshape(sin, [TH, 8, 32]), [2, 0, 1]), L)
+        c, s = gl.expand_dims(c, 2), gl.expand_dims(s, 2)
+        d_one, d_other = halves(d_tile, R)
+        d_first = d_one * c + d_other * s
+        d_second = d_other * c - d_one * s
+        one_own, other_own = pairs_of(own_pairs, R)
+        own_bias = biases.index(1 if KEYS else 0)
+        one_own += pair_bias(own_bias, 0, R)
+        other_own += pair_bias(own_bias, 64, R)
+        # The angle's gradient is the same before the rotation as after it.
+        d_angle = gl.sum(one_own * d_second - other_own * d_first, 2)
+        K2: gl.constexpr = without(HALF, 1, 3)
+        k = gl.arange(0, 32, gl.SliceLayout(1, K2))
         first_sum, second_sum = gl.reduce((d_first, d_second), 3, add2)
         first_sum, second_sum = gl.reduce((first_sum, second_sum), 1, add2)
         _put_sum(p_sums, first_sum, k, R)
         _put_sum(p_sums, second_sum, k + 64, R)
-        plain_sum = gl.sum(gl.sum(columned(d_plain, R), 3), 1)
-        _put_sum(p_sums, plain_sum, n + 32 + gl.where(n >= 32, 32, 0), R)
         acc_one += d_first
         acc_other += d_second
-        acc_plain += d_plain
         d_angle = gl.reshape(gl.permute(d_angle, [1, 2, 0]), [T, 32])
         from_here = gl.convert_layout(d_angle, A)
         if PACKED:
             from_here, _ = gl.associative_scan((from_here, ends), 0, _either, reverse=True)
         else:
             from_here = gl.associative_scan(from_here, 0, add, reverse=True)
-        d_step = gl.sum(from_here * speed, 1) * PI
+        d_step = gl.sum(from_here * speed.load(A), 1) * PI
         gl.store(d_dt + (offs_head + head) * length + t_own, d_step, mask=t_own < length)
         d_turn += from_here * gl.expand_dims(step, 1)
         k_ptrs = d_theta + (offs_chunk + head) * 32 + gl.expand_dims(k_own, 0)

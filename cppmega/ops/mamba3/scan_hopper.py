@@ -51,7 +51,8 @@ def parts(
         d_x=grads.d_x, d_z=grads.d_z, d_log_a=grads.d_log_a, d_at_once=grads.d_at_once,
         d_next=grads.d_next, d_skip=grads.d_skip, sums=sums,
     )  # fmt: skip
-    learned = [sums.sum((0, 1))]
+    # The weights of SISO are no parameters, and their gradients are not computed.
+    learned = [sums.sum((0, 1)) if rank > 1 else sums.new_zeros(heads, sums.size(-1))]
     sums = sums.new_empty(b, chunks, heads, rank * state)
     for keys, d_rows in enumerate((grads.d_queries, grads.d_keys)):
         rows_sm90_kernel[(chunks, groups, b)](

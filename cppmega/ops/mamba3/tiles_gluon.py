@@ -86,14 +86,20 @@ def columns_layout(R: int) -> Any:
 @gluon.constexpr_function  # type: ignore[untyped-decorator]
 def tokens_layout(R: int) -> Any:
     """Of a head's values, `[64, T]`, as a product's columns need them."""
-    regs, warps = ("t0 p3", "p4 p5 t3") if R == 4 else ("t0 p3 t3", "p4 p5 t4")
-    return _layout(R, "pt", regs, "t1 t2 p0 p1 p2", warps)
+    regs, last = {4: ("", 3), 2: ("t3", 4), 1: ("t3 t4", 5)}[R]
+    return _layout(R, "pt", f"t0 p3 {regs}", "t1 t2 p0 p1 p2", f"p4 p5 t{last}")
 
 
 @gluon.constexpr_function  # type: ignore[untyped-decorator]
 def half_layout(R: int) -> Any:
     """Of one element of each pair in a product whose columns are rows, `[32, T / 8, R, 8]`."""
     return _layout(R, "km", "m0 m3 m4", "m1 m2 k0 k1 k2", "k3 k4 m5")
+
+
+@gluon.constexpr_function  # type: ignore[untyped-decorator]
+def raw_half_layout(R: int) -> Any:
+    """Of the pairs of a chunk's rows, transposed, `[64, 64]`: for either half that of halves."""
+    return _layout(R, "c-", "c5 -0 -3 -4", "-1 -2 c0 c1 c2", "c3 c4 -5")
 
 
 @gluon.constexpr_function  # type: ignore[untyped-decorator]
@@ -111,7 +117,7 @@ def raw_layout(R: int) -> Any:
 @gluon.constexpr_function  # type: ignore[untyped-decorator]
 def ranks_layout(R: int) -> Any:
     """Of a head's weights of all ranks, `[64, R]`, as a product's columns need them."""
-    ranks = "r0 r1" if R == 4 else "r0"
+    ranks = {4: "r0 r1", 2: "r0", 1: ""}[R]
     return _layout(R, "pr", f"{ranks} p3", ". . p0 p1 p2", "p4 p5 .")
 
 
@@ -293,10 +299,12 @@ def fetch_flat(shared, x):  # type: ignore[no-untyped-def]
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def weights_of(shared, R: gl.constexpr):  # type: ignore[no-untyped-def]
-    """`[64, 1, R, 1]` of `[64, R]` in shared memory, in the layout of columns."""
-    found = shared.load(ranks_layout(R))
-    C: gl.constexpr = columns_layout(R)
-    found = gl.convert_layout(found, without(C, 1, 3), assert_trivial=True)
+    """`[64, 1, R, 1]` of `[64, R]` in shared memory, in the layout of columns; 1 for SISO."""
+    L: gl.constexpr = without(columns_layout(R), 1, 3)
+    if R == 1:
+        found = gl.full([64, R], 1.0, gl.float32, L)
+    else:
+        found = gl.convert_layout(shared.load(ranks_layout(R)), L, assert_trivial=True)
     return gl.expand_dims(gl.expand_dims(found, 1), 3)
 
 
@@ -364,6 +372,26 @@ def halves(x, R: gl.constexpr):  # type: ignore[no-untyped-def]
         gl.convert_layout(one, L, assert_trivial=True),
         gl.convert_layout(other, L, assert_trivial=True),
     )
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def pairs_of(tile, R: gl.constexpr):  # type: ignore[no-untyped-def]
+    """First and second elements `[32, T / 8, R, 8]` in fp32 of copied pairs, before rotation."""
+    L: gl.constexpr = half_layout(R)
+    x = tile.permute([1, 0]).load(raw_half_layout(R))
+    x = gl.permute(gl.reshape(x, [2, 32, ROWS // R // 8, R, 8]), [1, 2, 3, 4, 0])
+    one, other = gl.split(x)
+    return (
+        gl.convert_layout(one, L, assert_trivial=True).to(gl.float32),
+        gl.convert_layout(other, L, assert_trivial=True).to(gl.float32),
+    )
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def pair_bias(bias, start: gl.constexpr, R: gl.constexpr):  # type: ignore[no-untyped-def]
+    """`[32, 1, R, 1]` of a head's bias in shared memory, `[R, 128]`, in the layout of halves."""
+    x = bias.slice(start, 32, 1).permute([1, 0]).load(without(half_layout(R), 1, 3))
+    return gl.expand_dims(gl.expand_dims(x, 1), 3)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -441,6 +469,18 @@ def _as_columns(x):  # type: ignore[no-untyped-def]
 def weighed(x, weight, R: gl.constexpr):  # type: ignore[no-untyped-def]
     """`paired` times the weights of pairs of tokens, `[64, 64]`."""
     return flat(paired(x, R) * gl.expand_dims(gl.expand_dims(weight, 1), 4), R)
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
+def by_rows(x, R: gl.constexpr):  # type: ignore[no-untyped-def]
+    """`[T, T]` of `[T / 8, 8, T / 8, 8]`, its rows in few threads where every warp has all of it."""
+    x = gl.reshape(x, [ROWS // R, ROWS // R])
+    if R == 1:
+        return x
+    else:
+        LANES: gl.constexpr = [16, 2] if R == 4 else [32, 1]
+        L: gl.constexpr = gl.BlockedLayout([1, ROWS // R // 2], LANES, [1, 8], [1, 0])
+        return gl.convert_layout(x, L)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]

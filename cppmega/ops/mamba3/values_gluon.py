@@ -26,6 +26,7 @@ from cppmega.ops.mamba3.tiles_gluon import (
     angled,
     angles_layout,
     between,
+    by_rows,
     columned,
     columns_layout,
     fetch_flat,
@@ -86,21 +87,26 @@ def values_sm90_kernel(  # type: ignore[no-untyped-def]
     shared_vectors = gl.allocate_shared_memory(gl.float32, [8 * T], FLAT)
     at = shared_vectors._reinterpret(gl.float32, [8, TH, 8], PLANE)
     by_token = shared_vectors._reinterpret(gl.float32, [8, T], FLAT)
-    x_copied = gl.allocate_shared_memory(kind, [T, 64], TILE)
-    z_copied = gl.allocate_shared_memory(kind, [T, 64], TILE)
-    do_copied = gl.allocate_shared_memory(kind, [T, 64], TILE)
     fetch_flat(learned, by_head + h * (R * 512))
     fetch_flat(shared_vectors, vectors + offs_chunk * (8 * T))
-    fetch_values(x_copied, x + b * x_b + h * 64, first, length, x_l, R)
-    fetch_values(z_copied, z + b * z_b + h * 64, first, length, z_l, R)
-    fetch_values(do_copied, do + offs_h, first, length, H * 64, R)
+    x += b * x_b + h * 64
+    z += b * z_b + h * 64
+    do += offs_h
+    if R > 1:
+        x_copied = gl.allocate_shared_memory(kind, [T, 64], TILE)
+        z_copied = gl.allocate_shared_memory(kind, [T, 64], TILE)
+        do_copied = gl.allocate_shared_memory(kind, [T, 64], TILE)
+        fetch_values(x_copied, x, first, length, x_l, R)
+        fetch_values(z_copied, z, first, length, z_l, R)
+        fetch_values(do_copied, do, first, length, H * 64, R)
     async_copy.commit_group()
     speed = rates(rate + b * length * 32, first, length, R)[0]
     theta_own = gl.load(theta + offs_chunk * 32 + gl.arange(0, 32, gl.SliceLayout(0, A)))
     async_copy.wait_group(0)
     gl.thread_barrier()
     c, s = angled(*turned(speed, by_token.index(5).load(gl.SliceLayout(1, A)), theta_own, R), R)
-    x_t = in_columns(x_copied, R)  # at once, so that its memory is free for the tiles
+    if R > 1:
+        x_t = in_columns(x_copied, R)  # at once, so that its memory is free for the tiles
     q = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
     q_plain = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
     k = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
@@ -108,14 +114,29 @@ def values_sm90_kernel(  # type: ignore[no-untyped-def]
     make_rows(q, q_plain, q_pairs, q_others, biases.index(0), c, s, R)
     make_rows(k, k_plain, k_pairs, k_others, biases.index(1), c, s, R)
     hopper.fence_async_shared()
+    gl.thread_barrier()
+    if R == 1:  # four times as many values as of rank 4, in the memory of the copied rows
+        x_copied = gl.allocate_shared_memory(kind, [T, 64], TILE)
+        z_copied = gl.allocate_shared_memory(kind, [T, 64], TILE)
+        do_copied = gl.allocate_shared_memory(kind, [T, 64], TILE)
+        fetch_values(x_copied, x, first, length, x_l, R)
+        fetch_values(z_copied, z, first, length, z_l, R)
+        fetch_values(do_copied, do, first, length, H * 64, R)
+        async_copy.commit_group()
     scores = product(k, q.permute([1, 0]))
     scores = added(k_plain, q_plain.permute([1, 0]), scores)
+    if R == 1:
+        async_copy.wait_group(0)
+        gl.thread_barrier()
     # The values and the gradients of the output before the gate, with a column for each row.
     z_t = in_columns(z_copied, R)
     do_t = inside(in_columns(do_copied, R), first, length, R)
-    v = gl.allocate_shared_memory(kind, [64, ROWS], TILE)
     dy = gl.allocate_shared_memory(kind, [64, ROWS], TILE)
-    v.store(flat(x_t * weights_of(weights.index(4), R), R).to(kind))
+    if R == 1:
+        v = x_copied.permute([1, 0])
+    else:
+        v = gl.allocate_shared_memory(kind, [64, ROWS], TILE)
+        v.store(flat(x_t * weights_of(weights.index(4), R), R).to(kind))
     gate, _ = gated(z_t, weights_of(weights.index(5), R))
     dy.store(flat(do_t * weights_of(weights.index(6), R) * gate, R).to(kind))
     hopper.fence_async_shared()
@@ -134,20 +155,17 @@ def values_sm90_kernel(  # type: ignore[no-untyped-def]
     d_weight = gl.sum(gl.sum(paired(scores * products, R), 4), 1)
     d_own = gl.where(itself, d_weight, 0.0)
     d_weight = d_weight * decay
-    BY_ROW: gl.constexpr = gl.BlockedLayout(
-        [1, T // 2], [16, 2] if R == 4 else [32, 1], [1, 8], [1, 0]
-    )
     ROW: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
     token = first + gl.arange(0, T, ROW)
     into, out_of = by_token.index(1).load(ROW), by_token.index(2).load(ROW)
     later = by_token.index(3).load(ROW)
-    d_itself = gl.sum(gl.convert_layout(gl.reshape(d_own, [T, T]), BY_ROW), 1)
-    d_itself = gl.convert_layout(d_itself, ROW)
-    by_row = gl.convert_layout(gl.reshape(d_weight, [T, T]), BY_ROW)
+    d_itself = gl.convert_layout(gl.sum(by_rows(d_own, R), 1), ROW)
+    by_row = by_rows(d_weight, R)
     d_later = gl.convert_layout(gl.sum(by_row, 1), ROW)
-    by_column = gl.convert_layout(gl.permute(gl.reshape(d_weight, [T, T]), [1, 0]), BY_ROW)
-    later_column = gl.expand_dims(by_token.index(3).load(gl.SliceLayout(0, BY_ROW)), 0)
-    d_since = gl.convert_layout(gl.sum(by_column * later_column, 1), ROW) - later * d_later
+    by_column = by_rows(gl.permute(d_weight, [2, 3, 0, 1]), R)
+    later_column = by_token.index(3).load(gl.SliceLayout(0, by_column.type.layout))
+    d_since = gl.sum(by_column * gl.expand_dims(later_column, 0), 1)
+    d_since = gl.convert_layout(d_since, ROW) - later * d_later
     # What crosses the chunk's boundaries.
     STATE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     d_across = gl.sum(
@@ -191,17 +209,23 @@ def values_sm90_kernel(  # type: ignore[no-untyped-def]
     w_out = weights_of(weights.index(6), R)
     y = added(v, mixing, flat(y * into_column, R))
     y = hopper.warpgroup_mma_wait(0, [y, v, mixing])[0]
-    z_t = again(z_t)
+    if R == 1:  # read again instead of held in registers
+        x_t, z_t = in_columns(x_copied, R), in_columns(z_copied, R)
+        do_t = inside(in_columns(do_copied, R), first, length, R)
+    else:
+        x_t, z_t, do_t = again(x_t), again(z_t), again(do_t)
     gate, slope = gated(z_t, w_z)
-    d_gated = do_t * (columned(y, R) + direct * (again(x_t) * w_x))
+    d_gated = do_t * (columned(y, R) + direct * (x_t * w_x))
     d_z_t = d_gated * slope * w_out
-    sum_out, sum_z = gl.reduce((d_gated * gate, d_z_t * z_t), 3, add2)
-    sum_out, sum_z = gl.reduce((sum_out, sum_z), 1, add2)
-    gl.store(p_sums, sum_out)
-    gl.store(p_sums + R * 64, sum_z)
+    if R > 1:
+        sum_out, sum_z = gl.reduce((d_gated * gate, d_z_t * z_t), 3, add2)
+        sum_out, sum_z = gl.reduce((sum_out, sum_z), 1, add2)
+        gl.store(p_sums, sum_out)
+        gl.store(p_sums + R * 64, sum_z)
     put_values(d_z + offs_h, gl.sum(d_z_t * w_z, 2), first, length, H * 64)
     d_v = added(dy, mixing.permute([1, 0]), flat(d_v * share, R))
     d_v = hopper.warpgroup_mma_wait(0, [d_v, dy, mixing])[0]
-    d_v = columned(d_v, R) + direct * (again(do_t) * w_out * gate)
-    gl.store(p_sums + 2 * R * 64, gl.sum(gl.sum(d_v * x_t, 3), 1))
+    d_v = columned(d_v, R) + direct * (do_t * w_out * gate)
+    if R > 1:
+        gl.store(p_sums + 2 * R * 64, gl.sum(gl.sum(d_v * x_t, 3), 1))
     put_values(d_x + offs_h, gl.sum(d_v * w_x, 2), first, length, H * 64)

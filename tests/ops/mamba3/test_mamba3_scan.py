@@ -47,6 +47,7 @@ WHOLE = Shape(2, 64, 128, 8, 4, 128, 64)
         (Shape(1, 64, 2, 2, 4, 256, 64), 90, 1),  # the largest states and the smallest
         (Shape(1, 64, 2, 2, 4, 32, 16), 90, 2),
         (WHOLE._replace(rank=2), 90, 2),
+        (WHOLE._replace(rank=1), 90, 2),
         (WHOLE, 80, 1),
         (WHOLE, 100, 2),
         (WHOLE, 120, 1),
@@ -91,23 +92,36 @@ def test_a_gpu_that_is_too_old_or_small_is_named(monkeypatch: pytest.MonkeyPatch
     assert "states of 256 x 64 need more shared memory than 99 KiB" in scan.obstacle(*wide)
 
 
-@pytest.mark.parametrize(("version", "known"), [("3.6.0", True), ("3.7.0", False)])
-def test_an_unknown_gluon_is_named(
-    version: str, known: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("capability", "state", "version", "why"),
+    [
+        ((9, 0), 128, "3.6.0", ""),
+        ((9, 0), 128, "3.7.0", "Triton is 3.7.0"),
+        ((9, 0), 64, "3.6.0", "states are 64 x 64"),
+        ((10, 0), 128, "3.6.0", "the GPU is sm_100"),
+    ],
+)
+def test_the_kernels_taken_are_logged(
+    capability: tuple[int, int],
+    state: int,
+    version: str,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("triton.__version__", version)
-    monkeypatch.setattr(scan, "gpu_of", lambda device: Gpu((9, 0), LIMITS[90] << 10))
-    scan._gluon.cache_clear()
+    monkeypatch.setattr(scan, "gpu_of", lambda device: Gpu(capability, LIMITS[90] << 10))
+    scan._hopper.cache_clear()
     with caplog.at_level("INFO"):
-        assert scan.on_hopper(drawn(WHOLE._replace(length=2))[0]) == known
-    assert f"Triton is {version}" in caplog.text
-    scan._gluon.cache_clear()
+        assert scan.on_hopper(drawn(WHOLE._replace(length=2, state=state))[0]) == (not why)
+    assert (f"for every GPU, since {why}" if why else "for Hopper") in caplog.text
+    scan._hopper.cache_clear()
 
 
 @pytest.mark.parametrize(
     ("shape", "why"),
     [
-        (Shape(rank=3), "it supports ranks 2 and 4 without an output norm, not rank 3"),
+        (Shape(rank=3), "it supports ranks 1, 2 and 4 without an output norm, not rank 3"),
         (Shape(rank=4, out_norm=True), "without an output norm, not rank 4 with an output norm"),
         (Shape(rank=4), "2 heads per group, 8 or 5 is not a power of two"),
         (Shape(rank=2, width=16), "states of 8 x 16 are smaller than 32 x 16"),
@@ -122,7 +136,13 @@ def test_the_obstacle_is_named(shape: Shape, why: str) -> None:
     assert why in found and bool(why) == bool(found)
 
 
-KINDS = {**ON_GPU, "rank 2": (WIDE._replace(length=100, rank=2), None, 0.0)}
+KINDS = {
+    **ON_GPU,
+    "rank 2": (WIDE._replace(length=100, rank=2), None, 0.0),
+    "SISO": (WIDE._replace(rank=1), None, 0.0),
+    "SISO, 65 tokens": (WIDE._replace(length=65, rank=1), None, -3.0),
+    "SISO, packed": (WIDE._replace(batch=1, length=300, rank=1), [0, 1, 16, 64, 117, 300], 0.0),
+}
 
 
 @pytest.mark.gpu
