@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+
 from torch import Tensor
 
 from cppmega.errors import CppmegaError
@@ -9,6 +12,8 @@ from cppmega.ops.mamba3 import naive as reference
 from cppmega.ops.mamba3.naive import Definition, Inputs, Parameters
 
 __all__ = ["Definition", "Inputs", "Parameters", "mixed"]
+
+_LOG = logging.getLogger(__name__)
 
 
 def mixed(
@@ -40,16 +45,28 @@ def mixed(
     from cppmega.ops.mamba3 import autograd, scan
 
     unscanned = scan.obstacle(inputs, parameters)
-    if not unscanned:
+    siso = inputs.keys.size(3) == 1
+    if not unscanned and (not siso or scan.on_hopper(inputs)):
         return autograd.mixed(inputs, parameters, definition, boundaries)
     from cppmega.ops.mamba3 import external as kernels
 
-    if why := kernels.obstacle(device, inputs, parameters, chunk):
-        raise CppmegaError(
-            "no-kernel",
-            f"No kernel computes these Mamba-3 mixers. cppmega's scan: {unscanned}. "
-            f"mamba-ssm's kernels: {why}.",
-            "Plain torch would take many times as long, and keep every product in memory.",
-            "sizes that the scan supports, or mamba-ssm 2.3.2.post1 and tilelang",
-        )
-    return kernels.mixed(inputs, parameters, definition, boundaries, chunk)
+    why = kernels.obstacle(device, inputs, parameters, chunk)
+    if not why:
+        # Their SISO takes 0.6 times as long as our kernels for every GPU (`mamba3_h200.md`).
+        _log_once("Mamba-3 takes mamba-ssm's kernels.")
+        return kernels.mixed(inputs, parameters, definition, boundaries, chunk)
+    if not unscanned:
+        _log_once(f"Mamba-3 takes cppmega's scan; mamba-ssm's would be faster here, but {why}.")
+        return autograd.mixed(inputs, parameters, definition, boundaries)
+    raise CppmegaError(
+        "no-kernel",
+        f"No kernel computes these Mamba-3 mixers. cppmega's scan: {unscanned}. "
+        f"mamba-ssm's kernels: {why}.",
+        "Plain torch would take many times as long, and keep every product in memory.",
+        "sizes that the scan supports, or mamba-ssm 2.3.2.post1 and tilelang",
+    )
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    _LOG.info(message)

@@ -7,7 +7,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from cppmega.ops.common.device import Gpu  # noqa: E402
-from cppmega.ops.mamba3 import operands, scan, scan_hopper  # noqa: E402
+from cppmega.ops import mamba3  # noqa: E402
+from cppmega.ops.mamba3 import Inputs, autograd, external, operands, scan, scan_hopper  # noqa: E402
 from tests.ops.in_interpreter import run  # noqa: E402
 from tests.ops.kernel_memory import LIMITS, record, shared_memory  # noqa: E402
 from tests.ops.mamba3.checks import Shape, drawn  # noqa: E402
@@ -29,6 +30,7 @@ check(Shape(1, 41, 4, 2, 2, 32, 16), FULL, bounds=[0, 1, 16, 16, 30, 39])
 check(Shape(1, 52, 2, 1, 4, 32, 16), HALF, "heavy_tail", [0, 5, 38, 52], dt=-3.0)
 check(Shape(2, 17, 2, 2, 4, 32, 16), FULL, "heavy_tail", dt=6.0)
 check(Shape(1, 33, 2, 1, 4, 32, 16), FULL, bounds=[0, 16, 33], dt=-3.0)  # chunks of 16
+check(Shape(1, 70, 4, 2, 1, 32, 16), FULL, bounds=[0, 1, 16, 65, 69])
 check_layouts(Shape(2, 3, 2, 1, 4, 32, 16))
 """
 
@@ -62,8 +64,9 @@ def test_programs_fit_a_multiprocessor(
     inputs, parameters = drawn(shape, torch.bfloat16)
     assert not scan.obstacle(inputs, parameters)
     made = operands.plain(inputs, parameters, "softplus")
-    upstream = scan.forward(made, inputs, parameters, None)
-    scan.backward(made, inputs, parameters, None, upstream)
+    learned = autograd._of_scan(parameters, inputs)
+    upstream = scan.forward(made, inputs, learned, None)
+    scan.backward(made, inputs, learned, None, upstream)
     assert len(launches) == (11 if scan.on_hopper(inputs) else 9)
     for kernel, arguments in launches:
         assert programs * shared_memory(kernel, arguments, arch) <= LIMITS[arch] << 10
@@ -134,6 +137,28 @@ def test_the_kernels_taken_are_logged(
 def test_the_obstacle_is_named(shape: Shape, why: str) -> None:
     found = scan.obstacle(*drawn(shape))
     assert why in found and bool(why) == bool(found)
+
+
+@pytest.mark.parametrize(
+    ("rank", "hopper", "absent", "taken"),
+    [
+        (4, False, "", "scan"),
+        (1, True, "", "scan"),
+        (1, False, "", "mamba-ssm"),
+        (1, False, "mamba-ssm is not installed", "scan"),
+    ],
+)
+def test_siso_takes_the_faster_kernels(
+    rank: int, hopper: bool, absent: str, taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, parameters = drawn(WHOLE._replace(length=2, rank=rank), torch.bfloat16)
+    inputs = Inputs(*(each.to("meta") for each in inputs))
+    monkeypatch.setattr(scan, "obstacle", lambda *given: "")
+    monkeypatch.setattr(scan, "on_hopper", lambda inputs: hopper)
+    monkeypatch.setattr(external, "obstacle", lambda *given: absent)
+    monkeypatch.setattr(autograd, "mixed", lambda *given: "scan")
+    monkeypatch.setattr(external, "mixed", lambda *given: "mamba-ssm")
+    assert mamba3.mixed(inputs, parameters) == taken
 
 
 KINDS = {
