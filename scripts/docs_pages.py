@@ -410,7 +410,7 @@ def _kernels(_: str) -> str:
     measured = (
         ("linear_cross_entropy", "32768 tokens, V 131072", losses, "linear_cross_entropy_h200"),
         ("sparse_attention", "NAM56R, b 8", attention, "dsa_attention_h200"),
-        ("hyper_connection", *next(iter(result("mhc")["sites"].items())), "mhc_h200"),
+        ("hyper_connection", *next(iter(result("mhc_cutile")["sites"].items())), "mhc_cutile_h200"),
         ("mamba3", f"MIMO of rank 4, {shape}", scans["MIMO, 8 x 4096"], "mamba3_h200"),
         ("mamba3", f"SISO, {shape}", scans["SISO, 8 x 4096"], "mamba3_h200"),
         ("m2rnn", shape, recurrence, "m2rnn_designs"),
@@ -440,6 +440,7 @@ _OTHERS = {
     "Liger mean": "Liger, their mean",
     "CCE": "CCE",
     "tilelang": "TileLang",
+    "dev, cuTile beside Triton": "Megatron's branch dev, with cuTile",
     "dev": "Megatron's branch dev, without cuTile",
     "Transformer Engine": "Transformer Engine",
     "mamba-ssm": "mamba-ssm 2.3.2.post1",

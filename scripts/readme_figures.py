@@ -175,9 +175,10 @@ def attention() -> str:
 
 def connections() -> str:
     """A site of hyper-connections next to what else computes one."""
-    sites = json.loads((RESULTS / "mhc_h200.json").read_text())["sites"]
+    sites = json.loads((RESULTS / "mhc_cutile_h200.json").read_text())["sites"]
     shape, times = next(iter(sites.items()))
-    dev, rival = (times[way] / times["ours"] for way in ("dev", "Transformer Engine"))
+    rivals = ("dev, cuTile beside Triton", "dev", "Transformer Engine")
+    dev, without, rival = (times[way] / times["ours"] for way in rivals)
     step = json.loads((RESULTS / "mhc_training_h200.json").read_text())["dev"]["step"]
     base = step["without"]["milliseconds"]
     ours, others = (step[way]["milliseconds"] / base - 1 for way in ("ours", "dev"))
@@ -186,8 +187,10 @@ def connections() -> str:
         "forward and backward,\n"
         f"{times['ours'] / times['least']:.2f} times the time of a copy of what it must read and "
         "write. The kernels that Megatron's branch dev chooses on an H200\n"
-        f"without cuTile take {dev:.1f} times as long, and those of Transformer Engine {rival:.1f} "
-        "times ([what limits them](benchmarks/results/mhc_designs.md)). Four streams make\n"
+        f"take {dev:.1f} times as long with cuTile and {without:.1f} times without it, and those "
+        f"of Transformer Engine {rival:.1f} times\n"
+        "([by op](benchmarks/results/mhc_cutile_h200.md), "
+        "[what limits them](benchmarks/results/mhc_designs.md)). Four streams make\n"
         f"forward and backward of a GPT of 8 layers {ours:.0%} longer, and {others:.0%} with dev's "
         "kernels ([training](benchmarks/results/mhc_training_h200.md)).\n"
     )

@@ -37,6 +37,7 @@ NAMES = {
     "mamba3_alone_h200": ("mamba3", "table"),
     "mamba3_h200": ("mamba3", "table"),
     "mhc_h200": ("mhc", "page"),
+    "mhc_cutile_h200": ("mhc", "page"),
     "mhc_training_h200": ("slices.mhc_training", "table"),
     "mixer_curves_h100": ("slices.mixer_curves", "table"),
     "mixer_curves_h200": ("slices.mixer_curves", "table"),

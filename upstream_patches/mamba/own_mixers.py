@@ -16,7 +16,7 @@ Why: NAM56R is built from both, and no release of Megatron has either. The M2RNN
     decay infinite. Small parameters (dt, D, biases of keys and queries, factors of ranks, the
     decay) stay in fp32, which `float16_keep_fp32` enables the optimizers to save.
 Upstream: Not sent: Megatron accepts mixers whose kernels are in a released package, and these are
-    cppmega's; mamba-ssm's compute SISO and mixers with an output norm.
+    cppmega's; mamba-ssm's compute mixers with an output norm, and SISO on other GPUs than Hopper's.
 Remove: when Megatron has both mixers, with the same parameters.
 Numerics: changes results only of models with one of the variables; without them, none (bitwise).
 """

@@ -473,7 +473,7 @@ def weighed(x, weight, R: gl.constexpr):  # type: ignore[no-untyped-def]
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def by_rows(x, R: gl.constexpr):  # type: ignore[no-untyped-def]
-    """`[T, T]` of `[T / 8, 8, T / 8, 8]`, its rows in few threads where every warp has all of it."""
+    """`[T, T]` of `[T / 8, 8, T / 8, 8]`; a row in few threads where every warp has all of them."""
     x = gl.reshape(x, [ROWS // R, ROWS // R])
     if R == 1:
         return x

@@ -6,8 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cppmega.ops.common.device import Gpu  # noqa: E402
 from cppmega.ops import mamba3  # noqa: E402
+from cppmega.ops.common.device import Gpu  # noqa: E402
 from cppmega.ops.mamba3 import Inputs, autograd, external, operands, scan, scan_hopper  # noqa: E402
 from tests.ops.in_interpreter import run  # noqa: E402
 from tests.ops.kernel_memory import LIMITS, record, shared_memory  # noqa: E402
