@@ -20,6 +20,7 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp import megatron_fsdp, para
 from megatron.core.transformer.module import Float16Module
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from cppmega.proof.small_models import arguments
 from tests.upstream_patches.mhc import mhc_models as models
@@ -85,8 +86,17 @@ def on_gloo() -> Iterator[None]:
         yield
 
 
-def trained(make: Callable[..., Any], sharded: bool) -> list[float]:
-    """Losses of a bf16 model, whose sites stay in fp32, on batches of this rank's own."""
+def whole(parameter: Any) -> torch.Tensor:
+    """All elements of a parameter, of which FSDP leaves each rank a part, in their order."""
+    own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    parts: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(parts, own.detach().flatten())
+    return torch.cat(parts) if isinstance(parameter, DTensor) else parts[0]
+
+
+def trained(make: Callable[..., Any], sharded: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of a bf16 model, whose sites stay in fp32, on batches of this rank's own, and its
+    parameters after them."""
     model = make(gradient_accumulation_fusion=False, **models.MHC, **TYPES)
     options = {
         **{"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"},
@@ -116,12 +126,16 @@ def trained(make: Callable[..., Any], sharded: bool) -> list[float]:
         ddp.finish_grad_sync()
         optimizer.step()
         losses.append(loss.item())
-    return losses
+    parameters = ddp.named_parameters()
+    return losses, {name.replace("module.", ""): whole(each) for name, each in parameters}
 
 
 def sharded() -> dict[str, Any]:
-    """Losses with DDP and with FSDP, of each case."""
+    """Losses with DDP and with FSDP, of each case, and how far their parameters are apart then."""
+    found = {}
     with on_gloo():
-        return {
-            name: [trained(make, each) for each in (False, True)] for name, make in CASES.items()
-        }
+        for name, make in CASES.items():
+            (losses, plain), (others, parts) = (trained(make, each) for each in (False, True))
+            apart = max(float((plain[each] - parts[each]).abs().max()) for each in plain)
+            found[name] = [losses, others, apart]
+    return found

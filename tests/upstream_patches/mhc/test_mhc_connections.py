@@ -210,8 +210,9 @@ def test_every_layout_trains_as_one_rank_from_one_checkpoint(tmp_path: Path) -> 
     found = ranks(str(tmp_path))
     resumed = found.pop("resumed")
     assert found.pop("overlapped") < 1e-6
-    for name, (ddp, fsdp) in found.pop("sharded").items():
+    for name, (ddp, fsdp, apart) in found.pop("sharded").items():
         assert fsdp == pytest.approx(ddp, rel=1e-6), name
+        assert apart < 1e-5, (name, apart)  # of updates of 1e-2
     assert len(found) == 7
     for name, case in found.items():
         assert case["losses"] == pytest.approx(case["expected"], abs=1e-5), name
