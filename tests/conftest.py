@@ -118,6 +118,8 @@ LONGEST = (
     "test_supervise.py",
     "test_commands.py",
     "test_layouts.py",
+    "test_mhc_connections.py",
+    "test_kernels.py",
     "test_smem_merge.py",
     "test_optimizer_placeholders_without_memory.py",
     "test_fully_reshardable_bucket_padding.py",

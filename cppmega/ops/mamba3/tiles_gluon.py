@@ -193,11 +193,11 @@ def turned(rate, step, theta, R: gl.constexpr):  # type: ignore[no-untyped-def]
 
 @gluon.jit  # type: ignore[untyped-decorator]
 def rates(rate, first, length, R: gl.constexpr):  # type: ignore[no-untyped-def]
-    """A chunk's rates `[T, 32]` of a sequence's, and its tokens `[T]`, clamped to the sequence."""
+    """A chunk's rates `[T, 32]` of a sequence's; after its end, those of the last token."""
     L: gl.constexpr = angles_layout(R)
     t = gl.minimum(first + gl.arange(0, ROWS // R, gl.SliceLayout(1, L)), length - 1)
     k = gl.arange(0, 32, gl.SliceLayout(0, L))
-    return gl.load(rate + (gl.expand_dims(t, 1) * 32 + gl.expand_dims(k, 0))), t
+    return gl.load(rate + (gl.expand_dims(t, 1) * 32 + gl.expand_dims(k, 0)))
 
 
 @gluon.jit  # type: ignore[untyped-decorator]

@@ -100,7 +100,7 @@ def values_sm90_kernel(  # type: ignore[no-untyped-def]
         fetch_values(z_copied, z, first, length, z_l, R)
         fetch_values(do_copied, do, first, length, H * 64, R)
     async_copy.commit_group()
-    speed = rates(rate + b * length * 32, first, length, R)[0]
+    speed = rates(rate + b * length * 32, first, length, R)
     theta_own = gl.load(theta + offs_chunk * 32 + gl.arange(0, 32, gl.SliceLayout(0, A)))
     async_copy.wait_group(0)
     gl.thread_barrier()
