@@ -50,7 +50,7 @@ def test_older_releases_say_which_one_has_them() -> None:
     ("mamba3", "mamba_ssm", "mimo"),
     [
         (sizes.Mamba3(), False, False),
-        (sizes.Mamba3(rank=1), True, False),
+        (sizes.Mamba3(rank=1), False, False),
         (sizes.Mamba3(out_norm=True), True, True),
         (sizes.Mamba3(rope_fraction=1.0), True, True),
     ],
