@@ -110,9 +110,12 @@ class Survey:
         """Files, other than the target's own, that define a symbol of this name.
 
         The RECORD of a wheel vouches for the text of all of its files, so that the answer is kept.
+        That of an editable installation does not, since it does not list them.
         """
         core = self.tree.distributions.get("megatron-core")
-        if core is None or not target.startswith("megatron/"):
+        files = (file for file in self.tree.python_files if file.startswith("megatron/"))
+        listed = core is not None and all(map(core.record.__contains__, files))
+        if core is None or not listed or not target.startswith("megatron/"):
             return self._search(target)
         key = f"{core.record_hash} elsewhere {target}"
         return [*filter(None, self._answer(key, lambda: ",".join(self._search(target))).split(","))]

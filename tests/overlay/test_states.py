@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from cppmega.overlay import verbs as overlay
+from cppmega.overlay.survey import Survey
+from cppmega.tree.installed import Tree
 from tests.support.git import commit_all
 from tests.support.lab import FILES, TARGET, A, B, Lab
 from tests.support.made import dist_info, edit_text, pin, write
@@ -204,6 +206,18 @@ def test_torn_file_elsewhere_is_no_new_place(lab: Lab) -> None:
     lab.files |= {A: FILES[A].replace(b"double", b"treble"), B: b"def double(x):\nif (\n"}
     lab.export()
     assert lab.refused().state == "absent"
+
+
+def test_where_symbols_moved_in_a_checkout_is_asked_anew(lab: Lab) -> None:
+    """The RECORD of an editable installation does not change with the files."""
+    lab.wheel()
+    record = next(lab.root.glob("*.dist-info")) / "RECORD"
+    lines = record.read_text().splitlines(keepends=True)
+    record.write_text("".join(line for line in lines if not line.startswith("megatron/")))
+    before = Survey(Tree(lab.root))
+    assert before.elsewhere(f"{A}:moved") == []
+    (lab.root / B).write_bytes(b"def moved(x):\n    return x\n")
+    assert Survey(Tree(lab.root), before.used).elsewhere(f"{A}:moved") == [B]
 
 
 def test_hand_edit_is_never_upstreamed(lab: Lab) -> None:
