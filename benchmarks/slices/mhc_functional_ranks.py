@@ -66,11 +66,7 @@ def main(split: bool, asked: dict[str, Any], weights: str) -> None:
         pairs = zip(drawn, model.parameters(), strict=True)
         found: dict[str, Any] = {
             "parameters": sum(p.numel() for p in drawn),
-            "of sites": sum(
-                p.numel()
-                for name, p in model.named_parameters()
-                if "hyper" in name or "hc_" in name
-            ),
+            "of sites": of_sites(model),
             "weights apart": max((a - b).abs().max().item() for a, b in pairs),
         }
         if not split:

@@ -42,10 +42,7 @@ def references(item: Installed) -> list[str]:
     original = getattr(item.original, "__func__", item.original)
     parts = _parts(item, original)
     known = imports.times_pinned(original)
-    for part in parts.values():
-        for one in gc.get_referents(part):
-            known += one is original
-    one = part = None
+    known += sum(one is original for part in parts.values() for one in gc.get_referents(part))
     mine = 2 + (id(original) in parts)  # this variable and the argument of the call; `parts`
     if sys.getrefcount(original) <= known + mine:
         return []  # most often; the search takes a tenth of a second

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -172,20 +172,29 @@ def _walking(device: torch.device) -> dict[str, int]:
     return {**LAUNCH, "num_stages": 3 if gpu_of(device).shared >= ROOMY else 2}
 
 
-def _compiled_first(launches: Callable[_P, _T]) -> Callable[_P, _T]:
+def _compiled_first(
+    launches: Callable[Concatenate[Operands, Inputs, Parameters, Tensor | None, _P], _T],
+) -> Callable[Concatenate[Operands, Inputs, Parameters, Tensor | None, _P], _T]:
     """Compile the kernels of a first call side by side, which takes a third of the time."""
     known: set[Any] = set()
 
     @functools.wraps(launches)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        inputs: Any = args[1]
+    def call(
+        operands: Operands,
+        inputs: Inputs,
+        parameters: Parameters,
+        boundaries: Tensor | None,
+        /,
+        *args: _P.args,
+        **kwargs: _P.kwargs,
+    ) -> _T:
         x, keys = inputs.x, inputs.keys
-        kind = (x.device, x.dtype, x.shape[2:], keys.shape[2:], args[3] is None)
+        kind = (x.device, x.dtype, x.shape[2:], keys.shape[2:], boundaries is None)
         if x.is_cuda and kind not in known and not torch.compiler.is_compiling():
             known.add(kind)
             with only_compiled():
-                launches(*args, **kwargs)
-        return launches(*args, **kwargs)
+                launches(operands, inputs, parameters, boundaries, *args, **kwargs)
+        return launches(operands, inputs, parameters, boundaries, *args, **kwargs)
 
     return call
 

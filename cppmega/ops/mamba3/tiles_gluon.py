@@ -271,6 +271,19 @@ def fetch_values(shared, x, first, length, per_token, R: gl.constexpr):  # type:
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
+def fetch_all(x, z, do, first, length, x_l, z_l, do_l, R: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Begin to copy a head's values, gates and gradients of the output to new shared memory."""
+    kind: gl.constexpr = x.dtype.element_ty
+    x_copied = gl.allocate_shared_memory(kind, [ROWS // R, 64], TILE)
+    z_copied = gl.allocate_shared_memory(kind, [ROWS // R, 64], TILE)
+    do_copied = gl.allocate_shared_memory(kind, [ROWS // R, 64], TILE)
+    fetch_values(x_copied, x, first, length, x_l, R)
+    fetch_values(z_copied, z, first, length, z_l, R)
+    fetch_values(do_copied, do, first, length, do_l, R)
+    return x_copied, z_copied, do_copied
+
+
+@gluon.jit  # type: ignore[untyped-decorator]
 def in_columns(shared, R: gl.constexpr):  # type: ignore[no-untyped-def]
     """`[64, T / 8, 1, 8]` of them, in fp32 and the layout of columns."""
     x = shared.permute([1, 0]).load(tokens_layout(R))

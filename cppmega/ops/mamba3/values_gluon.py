@@ -29,9 +29,9 @@ from cppmega.ops.mamba3.tiles_gluon import (
     by_rows,
     columned,
     columns_layout,
+    fetch_all,
     fetch_flat,
     fetch_rows,
-    fetch_values,
     flat,
     gated,
     in_columns,
@@ -93,12 +93,7 @@ def values_sm90_kernel(  # type: ignore[no-untyped-def]
     z += b * z_b + h * 64
     do += offs_h
     if R > 1:
-        x_copied = gl.allocate_shared_memory(kind, [T, 64], TILE)
-        z_copied = gl.allocate_shared_memory(kind, [T, 64], TILE)
-        do_copied = gl.allocate_shared_memory(kind, [T, 64], TILE)
-        fetch_values(x_copied, x, first, length, x_l, R)
-        fetch_values(z_copied, z, first, length, z_l, R)
-        fetch_values(do_copied, do, first, length, H * 64, R)
+        x_copied, z_copied, do_copied = fetch_all(x, z, do, first, length, x_l, z_l, H * 64, R)
     async_copy.commit_group()
     speed = rates(rate + b * length * 32, first, length, R)
     theta_own = gl.load(theta + offs_chunk * 32 + gl.arange(0, 32, gl.SliceLayout(0, A)))
@@ -116,12 +111,7 @@ def values_sm90_kernel(  # type: ignore[no-untyped-def]
     hopper.fence_async_shared()
     gl.thread_barrier()
     if R == 1:  # four times as many values as of rank 4, in the memory of the copied rows
-        x_copied = gl.allocate_shared_memory(kind, [T, 64], TILE)
-        z_copied = gl.allocate_shared_memory(kind, [T, 64], TILE)
-        do_copied = gl.allocate_shared_memory(kind, [T, 64], TILE)
-        fetch_values(x_copied, x, first, length, x_l, R)
-        fetch_values(z_copied, z, first, length, z_l, R)
-        fetch_values(do_copied, do, first, length, H * 64, R)
+        x_copied, z_copied, do_copied = fetch_all(x, z, do, first, length, x_l, z_l, H * 64, R)
         async_copy.commit_group()
     scores = product(k, q.permute([1, 0]))
     scores = added(k_plain, q_plain.permute([1, 0]), scores)
