@@ -2,18 +2,17 @@
 
     python -m benchmarks.slices.mixer_curves --site SITE --work SCRATCH [--out benchmarks/results]
 
-MIMO has Mamba-3 mixers of rank 4, which cppmega's scan computes on a GPU; SISO has those that
-mamba-ssm's kernels compute, where mamba-ssm is installed; M2RNN has M2RNN mixers and both input
-embeddings. Every run is a process and begins from the same weights, with the same batches: on the
-CPU, on the CPU from weights that are one rounding away, and on the GPU, whose curve may not be
-further from the nearest of these two than a few times their largest distance. Writes
-mixer_curves_DEVICE.json, .md and .png; models of an earlier call that are in there are kept.
+MIMO and SISO have Mamba-3 mixers of ranks 4 and 1, with heads and states of the sizes that the
+kernels for Hopper compute; M2RNN has M2RNN mixers and both input embeddings. Every run is a process
+and begins from the same weights, with the same batches: on the CPU, on the CPU from weights that
+are one rounding away, and on the GPU, whose curve may not be further from the nearest of these two
+than a few times their largest distance. Writes mixer_curves_DEVICE.json, .md and .png; models of an
+earlier call that are in there are kept.
 SITE holds a pristine `megatron/` with its dist-info, of which SCRATCH gets a copy.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 import time
@@ -43,7 +42,7 @@ class Model(NamedTuple):
     sizes: dict[str, Any]
 
 
-MIMO = mixer_sizes.Mamba3(head_dim=32, state_dim=64, groups=2)
+MIMO = mixer_sizes.Mamba3(groups=2)
 MODELS = {
     "MIMO": Model("M*M-", {env.MAMBA3.name: MIMO}),
     "SISO": Model("M*M-", {env.MAMBA3.name: replace(MIMO, rank=1, chunk=64)}),
@@ -134,10 +133,9 @@ def draw(report: dict[str, Any], file: Path) -> None:
 def main(site: Path, work: Path, out: Path, steps: int, only: str | None) -> None:
     root = trees.made(site.resolve(), work / "trees" / "mixer_curves", *trees.only(PAGES))
     name = f"mixer_curves_{card()}"
-    with_kernels = [m for m in MODELS if m != "SISO" or importlib.util.find_spec("mamba_ssm")]
     report: dict[str, Any] = {"runs": results.read(out, name).get("runs", {})}
     report["stack"] = results.stack("triton", "megatron-core", "mamba-ssm")
-    for model in [only] if only else with_kernels:
+    for model in [only] if only else MODELS:
         found = report["runs"][model] = {}
         for way in WAYS:
             started = time.monotonic()
