@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +25,7 @@ from cppmega.preflight.messages import (
     SparseAttention,
 )
 from cppmega.preflight.workers import kernel_cases, parity
+from tests import forkserver
 from tests.preflight.contexts import (
     FUSED,
     GB10,
@@ -195,7 +195,11 @@ def test_the_first_kernel_of_a_process(tmp_path: Path, factor: str, wrong: str) 
     code = "from cppmega.preflight.workers import parity; print(parity.first_kernel('cpu'))"
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"}
     said = subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
+        [forkserver.executable(), "-c", code],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert said.stdout.strip() == wrong
 
