@@ -229,7 +229,8 @@ def _ngram_tables(device: str) -> float:
 
     def found(table: Tensor) -> Sequence[Tensor]:
         mine = tokens.to(table.device)
-        rows = ngram_hash.table_rows(mine, torch.zeros_like(mine, dtype=torch.bool), hashing)
+        starts = torch.zeros_like(mine, dtype=torch.bool)
+        rows = ngram_hash.table_rows(mine, starts, hashing.to(table.device))
         return (ngram_hash.lookup(table, rows),)
 
     return _apart(device, found, *_normal((420, 24)))
