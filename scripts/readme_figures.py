@@ -253,8 +253,9 @@ def upstream() -> str:
         result = json.loads((RESULTS / f"{name}.json").read_text())
         counts.append(
             f"{result['passed_on_both']} pass on both trees on {device.upper()}, "
-            f"{len(result['differences'])} differ, with the {len(result['pages'])} pages that "
-            f"applied on {result['date']} ([result](benchmarks/results/{name}.md))"
+            f"{len(result['meant'])} differ as a page intends and {len(result['differences'])} "
+            f"otherwise, with the {len(result['pages'])} pages that were in the code on "
+            f"{result['date']} ([result](benchmarks/results/{name}.md))"
         )
     return "; ".join(counts) + ".\n"
 

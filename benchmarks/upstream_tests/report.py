@@ -26,16 +26,54 @@ class Meant:
     reason: str
 
 
+def _meant(page: str, reason: str, stock: str, patched: str, *tests: str) -> tuple[Meant, ...]:
+    return tuple(Meant(f"tests/unit_tests/{x}", stock, patched, page, reason) for x in tests)
+
+
 _NO_MAKEFILE = "on stock, the dataset helpers are built with a Makefile that the wheel lacks"
-_FP8 = "export/trtllm/test_single_device_fp8.py::TestTRTLLMSingleDeviceConverterFP8"
-MEANT: tuple[Meant, ...] = tuple(
-    Meant(f"tests/unit_tests/{test}", stock, patched, "dataset_helpers_prebuilt", _NO_MAKEFILE)
-    for test, stock, patched in (
-        ("data/test_gpt_dataset.py::test_inter_document_masking", "failed", "passed"),
-        ("data/test_gpt_dataset.py::test_mock_gpt_dataset", "failed", "passed"),
-        ("data/test_multimodal_dataset.py::test_mock_multimodal_dataset", "failed", "passed"),
-        (f"{_FP8}::test_get_model_weights_converter", "error", "skipped"),
-    )
+_LAYERS = "ssm/test_hybrid_layer_allocation.py::Test"
+_SHARING = "transformer/experimental_attention_variant/test_attention_variant_dsa.py::TestDSAIndex"
+_HOLDER = f"{_SHARING}ShareHelpers::test_index_share_holder_uses"
+_MTP = "transformer/test_multi_token_prediction.py::TestMultiTokenPrediction::test"
+MEANT: tuple[Meant, ...] = (
+    *_meant(
+        *("dataset_helpers_prebuilt", _NO_MAKEFILE, "failed", "passed"),
+        "data/test_gpt_dataset.py::test_inter_document_masking",
+        "data/test_gpt_dataset.py::test_mock_gpt_dataset",
+        "data/test_multimodal_dataset.py::test_mock_multimodal_dataset",
+    ),
+    *_meant(
+        *("dataset_helpers_prebuilt", _NO_MAKEFILE, "error", "skipped"),
+        "export/trtllm/test_single_device_fp8.py::TestTRTLLMSingleDeviceConverterFP8"
+        "::test_get_model_weights_converter",
+    ),
+    *_meant(
+        *("own_mixers", "hybrid models have one more kind of layer, R", "passed", "failed"),
+        f"{_LAYERS}GetLayerMapsFromLayerTypeList::test_standard_layer_types",
+        *(
+            f"{_LAYERS}GetHybridLayerCounts::test_{name}"
+            for name in (
+                *("all_layer_types", "dsa_pattern", "empty_pattern", "gdn_hybrid_pattern"),
+                *("gdn_pattern", "mla_pattern", "moe_pattern", "mtp_with_attention"),
+                *("simple_pattern", "with_mtp", "with_pipes", "with_pipes_and_mtp"),
+            )
+        ),
+    ),
+    *_meant(
+        "dsa_index_share_holder",
+        "the keys that layers share belong to a forward pass, not to the mask or the pack",
+        *("passed", "failed"),
+        f"{_HOLDER}_attention_mask_without_packed_seq_params",
+        f"{_HOLDER}_packed_seq_params_when_available",
+    ),
+    *_meant(
+        "grad_accumulation_without_apex",
+        "on stock, adding to a gradient needs an extension of Apex, which is not installed",
+        *("failed", "passed"),
+        f"{_MTP}_packed_sequences[1-1]",
+        f"{_MTP}_packed_sequences_with_full_recompute",
+        f"{_MTP}_sharded_state_dict[1-1]",
+    ),
 )
 """The only differences that are no regression. One that is not seen any more fails the run."""
 
