@@ -52,7 +52,7 @@ def _client_of_new_server(interprets: bool, scratch: Path) -> Path:
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "TORCH_WARM_POOL": "0",  # its import starts a thread in torch up to 2.8 otherwise
+        "TORCH_WARM_POOL": "0",  # or importing Inductor starts a thread, up to torch 2.8
         "PYTHONPATH": str(Path(__file__).parents[1]),
         **({INTERPRETS: "1"} if interprets else {}),
     }

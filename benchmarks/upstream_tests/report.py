@@ -31,9 +31,9 @@ def _meant(page: str, reason: str, stock: str, patched: str, *tests: str) -> tup
 
 
 _NO_MAKEFILE = "on stock, the dataset helpers are built with a Makefile that the wheel lacks"
-_LAYERS = "ssm/test_hybrid_layer_allocation.py::Test"
-_SHARING = "transformer/experimental_attention_variant/test_attention_variant_dsa.py::TestDSAIndex"
-_HOLDER = f"{_SHARING}ShareHelpers::test_index_share_holder_uses"
+_LAYERS = "ssm/test_hybrid_layer_allocation.py"
+_DSA = "transformer/experimental_attention_variant/test_attention_variant_dsa.py"
+_HOLDER = f"{_DSA}::TestDSAIndexShareHelpers::test_index_share_holder_uses"
 _MTP = "transformer/test_multi_token_prediction.py::TestMultiTokenPrediction::test"
 MEANT: tuple[Meant, ...] = (
     *_meant(
@@ -49,9 +49,9 @@ MEANT: tuple[Meant, ...] = (
     ),
     *_meant(
         *("own_mixers", "hybrid models have one more kind of layer, R", "passed", "failed"),
-        f"{_LAYERS}GetLayerMapsFromLayerTypeList::test_standard_layer_types",
+        f"{_LAYERS}::TestGetLayerMapsFromLayerTypeList::test_standard_layer_types",
         *(
-            f"{_LAYERS}GetHybridLayerCounts::test_{name}"
+            f"{_LAYERS}::TestGetHybridLayerCounts::test_{name}"
             for name in (
                 *("all_layer_types", "dsa_pattern", "empty_pattern", "gdn_hybrid_pattern"),
                 *("gdn_pattern", "mla_pattern", "moe_pattern", "mtp_with_attention"),
