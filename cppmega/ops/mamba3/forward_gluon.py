@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from cppmega.ops.common.launch import on_its_device
+from cppmega.ops.mamba3.names_gluon import barrier, viewed
 from cppmega.ops.mamba3.tiles_gluon import (
     FLAT,
     MMA,
@@ -72,10 +73,10 @@ def forward_sm90_kernel(  # type: ignore[no-untyped-def]
     fetch_rows(q_pairs, q_others, queries, 0, length, G, R)
     fetch_rows(k_pairs, k_others, keys, 0, length, G, R)
     learned = gl.allocate_shared_memory(gl.float32, [R * 512], FLAT)
-    biases = learned._reinterpret(gl.float32, [4, R, 128], PLANE)
-    weights = learned._reinterpret(gl.float32, [8, 64, R], PLANE)
-    copied = gl.allocate_shared_memory(gl.float32, [16 * T], FLAT)._reinterpret(
-        gl.float32, [2, 8 * T], FLAT
+    biases = viewed(learned, gl.float32, [4, R, 128], PLANE)
+    weights = viewed(learned, gl.float32, [8, 64, R], PLANE)
+    copied = viewed(
+        gl.allocate_shared_memory(gl.float32, [16 * T], FLAT), gl.float32, [2, 8 * T], FLAT
     )
     x_copied = gl.allocate_shared_memory(kind, [T, 64], TILE)
     z_copied = gl.allocate_shared_memory(kind, [T, 64], TILE)
@@ -93,9 +94,9 @@ def forward_sm90_kernel(  # type: ignore[no-untyped-def]
     for chunk in tl.range(chunks, disable_licm=True):
         first = chunk * T
         async_copy.wait_group(0)
-        gl.thread_barrier()
-        at = copied.index(chunk & 1)._reinterpret(gl.float32, [8, TH, 8], PLANE)
-        by_token = copied.index(chunk & 1)._reinterpret(gl.float32, [8, T], FLAT)
+        barrier()
+        at = viewed(copied.index(chunk & 1), gl.float32, [8, TH, 8], PLANE)
+        by_token = viewed(copied.index(chunk & 1), gl.float32, [8, T], FLAT)
         x_t, z_t = in_columns(x_copied, R), in_columns(z_copied, R)
         step = by_token.index(5).load(gl.SliceLayout(1, A))
         angle = theta_copied.load(gl.SliceLayout(0, A))
@@ -116,7 +117,7 @@ def forward_sm90_kernel(  # type: ignore[no-untyped-def]
         make_rows(k, k_plain, k_pairs, k_others, biases.index(1), c, s, R)
         weight, _, _ = between(at, starts, first, length, False, PACKED, R)
         hopper.fence_async_shared()
-        gl.thread_barrier()
+        barrier()
         # What the next chunk needs, or after the last one, its own again.
         more = gl.where(chunk + 1 == chunks, 0, 1)
         following = first + more * T
@@ -160,7 +161,7 @@ def forward_sm90_kernel(  # type: ignore[no-untyped-def]
         gate = gate * weights_of(weights.index(6), R)
         hopper.fence_async_shared()
         y = hopper.warpgroup_mma_wait(0, [y, v, mixing])[0]
-        gl.thread_barrier()
+        barrier()
         state = added(left, k, state)
         state_plain = added(left, k_plain, state_plain)
         y = gl.sum(columned(y, R) * gate, 2)

@@ -11,9 +11,10 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from cppmega.ops.common.launch import on_its_device
+from cppmega.ops.mamba3.names_gluon import barrier, copy_tile_in, viewed
 from cppmega.ops.mamba3.tiles_gluon import (
     FLAT,
     MMA,
@@ -107,17 +108,17 @@ def rows_sm90_kernel(  # type: ignore[no-untyped-def]
     mbarrier.init(arrived, count=1)
     hopper.fence_async_shared()
     mbarrier.expect(arrived, 128 * 64 * 2)
-    tma.async_copy_global_to_shared(states, [(offs_chunk * 128).to(gl.int32), 0], arrived, state)
+    copy_tile_in(states, [(offs_chunk * 128).to(gl.int32), 0], arrived, state)
     pairs = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
     plain = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
     own_pairs = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
     fetch_rows(pairs, plain, (queries if KEYS else keys) + group, first, length, G, R)
     fetch_columns(own_pairs, (keys if KEYS else queries) + group, 0, 64, first, length, G, R)
-    learned = gl.allocate_shared_memory(gl.float32, [R * 1024], FLAT)._reinterpret(
-        gl.float32, [2, R * 512], FLAT
+    learned = viewed(
+        gl.allocate_shared_memory(gl.float32, [R * 1024], FLAT), gl.float32, [2, R * 512], FLAT
     )
-    copied = gl.allocate_shared_memory(gl.float32, [16 * T], FLAT)._reinterpret(
-        gl.float32, [2, 8 * T], FLAT
+    copied = viewed(
+        gl.allocate_shared_memory(gl.float32, [16 * T], FLAT), gl.float32, [2, 8 * T], FLAT
     )
     x_copied = gl.allocate_shared_memory(kind, [T, 64], TILE)
     z_copied = gl.allocate_shared_memory(kind, [T, 64], TILE)
@@ -155,11 +156,11 @@ def rows_sm90_kernel(  # type: ignore[no-untyped-def]
     earlier = gl.expand_dims(begin < first, 1)
     for head in tl.range(HEADS, disable_licm=True):
         async_copy.wait_group(0)
-        gl.thread_barrier()
-        at = copied.index(head & 1)._reinterpret(gl.float32, [8, TH, 8], PLANE)
-        by_token = copied.index(head & 1)._reinterpret(gl.float32, [8, T], FLAT)
-        biases = learned.index(head & 1)._reinterpret(gl.float32, [4, R, 128], PLANE)
-        weights = learned.index(head & 1)._reinterpret(gl.float32, [8, 64, R], PLANE)
+        barrier()
+        at = viewed(copied.index(head & 1), gl.float32, [8, TH, 8], PLANE)
+        by_token = viewed(copied.index(head & 1), gl.float32, [8, T], FLAT)
+        biases = viewed(learned.index(head & 1), gl.float32, [4, R, 128], PLANE)
+        weights = viewed(learned.index(head & 1), gl.float32, [8, 64, R], PLANE)
         step = by_token.index(5).load(gl.SliceLayout(1, A))
         angle = theta_copied.load(gl.SliceLayout(0, A))
         cos, sin = turned(speed.load(A), step, angle, R)
@@ -186,7 +187,7 @@ def rows_sm90_kernel(  # type: ignore[no-untyped-def]
         left.store(flat((v_t if KEYS else dy_t) * share, R).to(kind))
         weight, _, _ = between(at, starts, first, length, KEYS, PACKED, R)
         hopper.fence_async_shared()
-        gl.thread_barrier()
+        barrier()
         # Copies for the next head; for the last one, its own again.
         after = gl.where(head + 1 == HEADS, 0, 1)
         by_head += after * (R * 512)
@@ -220,14 +221,14 @@ def rows_sm90_kernel(  # type: ignore[no-untyped-def]
         # The operands too, whose memory could be taken for others as long as the products run.
         done = hopper.warpgroup_mma_wait(0, [d_tile, d_plain, left, d_scores])
         d_tile, d_plain = done[0], done[1]
-        gl.thread_barrier()
+        barrier()
         if R == 1:  # now that no product reads the values any more
             fetch_values(x_copied, x, first, length, x_l, R)
             async_copy.commit_group()
         if head + 1 < HEADS:
             row = ((offs_chunk + head + 1) * 128).to(gl.int32)
             mbarrier.expect(arrived, 128 * 64 * 2)
-            tma.async_copy_global_to_shared(states, [row, 0], arrived, state)
+            copy_tile_in(states, [row, 0], arrived, state)
         N2: gl.constexpr = without(C, 1, 3)
         n = gl.arange(0, 64, gl.SliceLayout(1, N2))
         plain_sum = gl.sum(gl.sum(columned(d_plain, R), 3), 1)

@@ -14,8 +14,9 @@ from typing import Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.hopper import async_copy
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from cppmega.ops.mamba3.names_gluon import copy_in
 
 ROWS = gl.constexpr(64)
 MMA = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
@@ -209,7 +210,7 @@ def fetch_columns(tile, x, start, apart, first, length, G: gl.constexpr, R: gl.c
     n = gl.arange(0, 64, gl.SliceLayout(0, COPIED))
     n = start + n % 32 + n // 32 * apart
     ptrs = x + gl.expand_dims(t * (R * G * 128) + m // 8 % R * (G * 128), 1)
-    async_copy.async_copy_global_to_shared(tile, ptrs + gl.expand_dims(n, 0))
+    copy_in(tile, ptrs + gl.expand_dims(n, 0))
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -267,7 +268,7 @@ def fetch_values(shared, x, first, length, per_token, R: gl.constexpr):  # type:
     t = gl.minimum(first + gl.arange(0, ROWS // R, gl.SliceLayout(1, L)), length - 1)
     p = gl.arange(0, 64, gl.SliceLayout(0, L))
     ptrs = x + (gl.expand_dims(t * per_token, 1) + gl.expand_dims(p, 0))
-    async_copy.async_copy_global_to_shared(shared, ptrs)
+    copy_in(shared, ptrs)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -298,7 +299,7 @@ def fetch_rates(shared, rate, first, length, R: gl.constexpr):  # type: ignore[n
     t = gl.minimum(first + gl.arange(0, ROWS // R, gl.SliceLayout(1, L)), length - 1)
     k = gl.arange(0, 32, gl.SliceLayout(0, L))
     ptrs = rate + (gl.expand_dims(t, 1) * 32 + gl.expand_dims(k, 0))
-    async_copy.async_copy_global_to_shared(shared, ptrs)
+    copy_in(shared, ptrs)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]
@@ -307,7 +308,7 @@ def fetch_flat(shared, x):  # type: ignore[no-untyped-def]
     N: gl.constexpr = shared.shape[0]
     SIZE: gl.constexpr = 4 if N >= 1024 else 1
     at = gl.arange(0, N, gl.BlockedLayout([SIZE], [32], [8], [0]))
-    async_copy.async_copy_global_to_shared(shared, x + at)
+    copy_in(shared, x + at)
 
 
 @gluon.jit  # type: ignore[untyped-decorator]

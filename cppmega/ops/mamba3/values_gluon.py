@@ -9,9 +9,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from cppmega.ops.common.launch import on_its_device
+from cppmega.ops.mamba3.names_gluon import barrier, copy_tile_in, viewed
 from cppmega.ops.mamba3.tiles_gluon import (
     FLAT,
     MMA,
@@ -73,20 +74,20 @@ def values_sm90_kernel(  # type: ignore[no-untyped-def]
     hopper.fence_async_shared()
     mbarrier.expect(arrived, 2 * 128 * 64 * 2)
     row = (offs_chunk * 128).to(gl.int32)
-    tma.async_copy_global_to_shared(states, [row, 0], arrived, state)
-    tma.async_copy_global_to_shared(gradients, [row, 0], arrived, d_state)
+    copy_tile_in(states, [row, 0], arrived, state)
+    copy_tile_in(gradients, [row, 0], arrived, d_state)
     q_pairs = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
     q_others = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
     k_pairs = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
     k_others = gl.allocate_shared_memory(kind, [ROWS, 64], TILE)
     learned = gl.allocate_shared_memory(gl.float32, [R * 512], FLAT)
-    biases = learned._reinterpret(gl.float32, [4, R, 128], PLANE)
-    weights = learned._reinterpret(gl.float32, [8, 64, R], PLANE)
+    biases = viewed(learned, gl.float32, [4, R, 128], PLANE)
+    weights = viewed(learned, gl.float32, [8, 64, R], PLANE)
     fetch_rows(q_pairs, q_others, queries + group, first, length, G, R)
     fetch_rows(k_pairs, k_others, keys + group, first, length, G, R)
     shared_vectors = gl.allocate_shared_memory(gl.float32, [8 * T], FLAT)
-    at = shared_vectors._reinterpret(gl.float32, [8, TH, 8], PLANE)
-    by_token = shared_vectors._reinterpret(gl.float32, [8, T], FLAT)
+    at = viewed(shared_vectors, gl.float32, [8, TH, 8], PLANE)
+    by_token = viewed(shared_vectors, gl.float32, [8, T], FLAT)
     fetch_flat(learned, by_head + h * (R * 512))
     fetch_flat(shared_vectors, vectors + offs_chunk * (8 * T))
     x += b * x_b + h * 64
@@ -98,7 +99,7 @@ def values_sm90_kernel(  # type: ignore[no-untyped-def]
     speed = rates(rate + b * length * 32, first, length, R)
     theta_own = gl.load(theta + offs_chunk * 32 + gl.arange(0, 32, gl.SliceLayout(0, A)))
     async_copy.wait_group(0)
-    gl.thread_barrier()
+    barrier()
     c, s = angled(*turned(speed, by_token.index(5).load(gl.SliceLayout(1, A)), theta_own, R), R)
     if R > 1:
         x_t = in_columns(x_copied, R)  # at once, so that its memory is free for the tiles
@@ -109,7 +110,7 @@ def values_sm90_kernel(  # type: ignore[no-untyped-def]
     make_rows(q, q_plain, q_pairs, q_others, biases.index(0), c, s, R)
     make_rows(k, k_plain, k_pairs, k_others, biases.index(1), c, s, R)
     hopper.fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     if R == 1:  # four times as many values as of rank 4, in the memory of the copied rows
         x_copied, z_copied, do_copied = fetch_all(x, z, do, first, length, x_l, z_l, H * 64, R)
         async_copy.commit_group()
@@ -117,7 +118,7 @@ def values_sm90_kernel(  # type: ignore[no-untyped-def]
     scores = added(k_plain, q_plain.permute([1, 0]), scores)
     if R == 1:
         async_copy.wait_group(0)
-        gl.thread_barrier()
+        barrier()
     # The values and the gradients of the output before the gate, with a column for each row.
     z_t = in_columns(z_copied, R)
     do_t = inside(in_columns(do_copied, R), first, length, R)
