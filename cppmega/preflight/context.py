@@ -2,7 +2,7 @@
 
 A check is one file of `cppmega/preflight/checks/`: a docstring that states what must hold, `AFTER`
 (the checks that must hold before it can answer, if any) and `check(context)`, which returns a line
-of detail, raises the error that must stop the launch, or raises `NotApplicable`.
+of detail, yields or raises the errors that must stop the launch, or raises `NotApplicable`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ is `not-run`, which is not a pass.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from cppmega.host import next_command
 from cppmega.overlay import receipt
 from cppmega.preflight.checks import ORDER
 from cppmega.preflight.context import Context
-from cppmega.preflight.findings import Finding, NotApplicable, Refused, Remark
+from cppmega.preflight.findings import Finding, NotApplicable, Problems, Remark
 
 Progress = Callable[[str], None]
 
@@ -98,14 +98,27 @@ def examine(context: Context, progress: Progress | None = None) -> Preflight:
 def answers(name: str, context: Context) -> list[Finding]:
     """The findings of one check, independent of the others."""
     module = importlib.import_module(f"cppmega.preflight.checks.{name}")
+    problems: list[CppmegaError] = []
+    detail = ""
     try:
-        return [Finding(name, "ok", what=module.check(context))]
+        for part in _parts(module.check(context)):
+            if isinstance(part, CppmegaError):
+                problems.append(part)
+            else:
+                detail = part
     except NotApplicable as reason:
-        return [Finding(name, "not-applicable", what=str(reason))]
-    except Refused as refused:
-        return [_failed(name, error, context.root) for error in refused.errors]
+        if not problems:
+            return [Finding(name, "not-applicable", what=str(reason))]
     except CppmegaError as error:
-        return [_failed(name, error, context.root)]
+        problems.append(error)
+    if problems:
+        return [_failed(name, error, context.root) for error in problems]
+    return [Finding(name, "ok", what=detail)]
+
+
+def _parts(answer: str | Problems) -> Iterator[CppmegaError | str]:
+    """The problems of a check, and its line of detail last."""
+    yield answer if isinstance(answer, str) else (yield from answer)
 
 
 def _failed(check: str, error: CppmegaError, root: Path | None) -> Finding:

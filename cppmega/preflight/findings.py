@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -15,23 +15,9 @@ class NotApplicable(Exception):  # noqa: N818  (an answer, not an error)
     """There is nothing to check; the message states the reason."""
 
 
-class Refused(Exception):  # noqa: N818
-    """There are several problems, and the user should see all of them."""
-
-    def __init__(self, errors: Iterable[CppmegaError]) -> None:
-        self.errors = tuple(errors)
-        super().__init__("; ".join(map(str, self.errors)))
-
-
-def refuse(errors: Iterable[CppmegaError]) -> None:
-    """Raise the problems of a check, if there are any.
-
-    Raises:
-        Refused: there is at least one.
-    """
-    problems = tuple(errors)
-    if problems:
-        raise Refused(problems)
+Problems = Generator[CppmegaError, None, str]
+"""The answer of a check that may find several problems: it yields each, so that the user sees all
+of them, and returns a line of detail, which is read where it has found none."""
 
 
 class Remark(str):

@@ -156,13 +156,13 @@ def test_names_that_nothing_tries_are_a_users_own(
 
 
 def test_being_patched(lab: Lab) -> None:
-    holds("being_patched", launch(root=lab.root))
+    holds("receipt_whole", launch(root=lab.root))
     with (lab.root / ".cppmega" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        refuses("being_patched", "being-patched", launch(root=lab.root))
+        refuses("receipt_whole", "being-patched", launch(root=lab.root))
     (lab.root / ".cppmega" / "unfinished").touch()
     assert (
-        "apply_patches" in refuses("being_patched", "leftover-journal", launch(root=lab.root)).next
+        "apply_patches" in refuses("receipt_whole", "leftover-journal", launch(root=lab.root)).next
     )
 
 
@@ -396,23 +396,23 @@ def test_a_failed_proof_that_passes_now(lab: Lab) -> None:
     assert lab.apply().ok
     proved(lab, proof="failed", detail="No dot product attention backend")
     found = refuses("proofs", "proof-failed", launch(root=lab.root)).what
-    assert "on patched code: AssertionError" in found
+    assert "on the code that would train: AssertionError" in found
 
 
 def test_bytecode(lab: Lab) -> None:
     source = lab.root / "megatron" / "core" / "a.py"
     now, stat = source.read_bytes(), source.stat()
     cached = Path(py_compile.compile(str(source)) or "")
-    assert "of 1 files" in holds("bytecode", launch(root=lab.root))
+    assert "1 files are" in holds("patched_files", launch(root=lab.root))
     source.write_bytes(now.replace(b"2 * x", b"3 * x"))
     os.utime(source, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     py_compile.compile(str(source))
     source.write_bytes(now)
     os.utime(source, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    found = refuses("bytecode", "stale-bytecode", launch(root=lab.root))
+    found = refuses("patched_files", "stale-bytecode", launch(root=lab.root))
     assert str(cached) in found.next
     os.utime(source, ns=(stat.st_atime_ns, stat.st_mtime_ns + 5_000_000_000))
-    holds("bytecode", launch(root=lab.root))  # Python compiles it again
+    holds("patched_files", launch(root=lab.root))  # Python compiles it again
 
 
 def test_bytecode_that_python_never_checks_and_that_of_a_prefix(
@@ -424,10 +424,10 @@ def test_bytecode_that_python_never_checks_and_that_of_a_prefix(
     mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
     cached = Path(py_compile.compile(str(source), invalidation_mode=mode) or "")
     source.write_bytes(now)
-    refuses("bytecode", "stale-bytecode", launch(root=lab.root))
+    refuses("patched_files", "stale-bytecode", launch(root=lab.root))
     folder = tmp_path / "prefix" / source.parent.relative_to("/")
     folder.mkdir(parents=True)
     cached.rename(folder / cached.name)
-    holds("bytecode", launch(root=lab.root))
+    holds("patched_files", launch(root=lab.root))
     monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "prefix"))  # PYTHONPYCACHEPREFIX
-    refuses("bytecode", "stale-bytecode", launch(root=lab.root))
+    refuses("patched_files", "stale-bytecode", launch(root=lab.root))

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow
 def test_a_machine_without_a_gpu() -> None:
     found = refuses("gpus", "no-gpu", launch(SLICE))
     assert "cppmega recipes" in found.next and "takes 1 GPU, and" in found.what
-    for name in ("gpus", "gpus_free", "kernels", "shared_memory_flag"):
+    for name in ("gpus", "gpu_memory", "kernels", "shared_memory_flag"):
         assert "CPU" in says_nothing(name, launch(SMOKE))
     says_nothing("gpus", launch())
     says_nothing("gpu_memory", launch(SMOKE))
@@ -110,9 +110,9 @@ def test_what_torch_says_of_its_gpus_crosses_the_border(monkeypatch: pytest.Monk
 
 
 def test_gpus_that_somebody_else_uses() -> None:
-    holds("gpus_free", on(H200))
+    holds("gpu_memory", on(H200))
     taken = Device("NVIDIA H200", (9, 0), 140 * GIB, 60 * GIB)
-    assert "80.0 GiB" in refuses("gpus_free", "gpu-occupied", on(taken)).what
+    assert "80.0 GiB" in refuses("gpu_memory", "gpu-occupied", on(taken)).what
 
 
 def test_the_model_fits() -> None:
@@ -127,5 +127,5 @@ def test_this_gpu(tmp_path: Path) -> None:
     context.training_machine = True
     found = context.devices
     assert found.found and found.compiled_for and found.imports["triton"] == ""
-    assert holds("gpus", context) and holds("gpus_free", context)
+    assert holds("gpus", context) and holds("gpu_memory", context)
     assert "linear cross-entropy" in holds("kernel_parity", context)

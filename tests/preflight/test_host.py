@@ -53,11 +53,11 @@ def test_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_interfaces() -> None:
     names = [name for _, name in socket.if_nameindex()]
-    says_nothing("network", launch(SLICE, environ={"NCCL_SOCKET_IFNAME": "^docker"}))
-    holds("network", launch(SLICE, environ={"NCCL_SOCKET_IFNAME": names[0][:2]}))
-    holds("network", launch(SLICE, environ={"NCCL_SOCKET_IFNAME": f"={names[0]}"}))
+    says_nothing("hosts", launch(SLICE, environ={"NCCL_SOCKET_IFNAME": "^docker"}))
+    holds("hosts", launch(SLICE, environ={"NCCL_SOCKET_IFNAME": names[0][:2]}))
+    holds("hosts", launch(SLICE, environ={"NCCL_SOCKET_IFNAME": f"={names[0]}"}))
     for variable, value in (("NCCL_SOCKET_IFNAME", "ib9"), ("GLOO_SOCKET_IFNAME", names[0][:1])):
-        found = refuses("network", "no-such-interface", launch(SLICE, environ={variable: value}))
+        found = refuses("hosts", "no-such-interface", launch(SLICE, environ={variable: value}))
         assert names[0] in found.what
 
 
@@ -199,29 +199,27 @@ def test_folders_of_a_loop(tmp_path: Path, flag: str) -> None:
 
 def test_a_save_folder_of_two_runs(tmp_path: Path) -> None:
     save = tmp_path / "checkpoints"
-    assert "no other run" in holds("save_folder", saving(save))
+    holds("folders", saving(save))
     words = ["cppmega.run", "--save", str(save)]
     other = subprocess.Popen(
         [sys.executable, "-c", "import sys; sys.stdin.read()", *words], stdin=subprocess.PIPE
     )
     try:
-        assert str(other.pid) in refuses("save_folder", "save-folder-in-use", saving(save)).what
+        assert str(other.pid) in refuses("folders", "save-folder-in-use", saving(save)).what
     finally:
         other.communicate()
-    says_nothing("save_folder", launch(SLICE, "--mock-data", root=patched("0.19.2")))
 
 
 def test_a_save_folder_of_two_loops(tmp_path: Path) -> None:
-    says_nothing("save_folder", launch(SMOKE))
     words = ["cppmega.run", "--save", str(tmp_path)]
     other = subprocess.Popen(
         [sys.executable, "-c", "import sys; sys.stdin.read()", *words], stdin=subprocess.PIPE
     )
     try:
-        refuses("save_folder", "save-folder-in-use", launch(SMOKE, "--save", str(tmp_path)))
+        refuses("folders", "save-folder-in-use", launch(SMOKE, "--save", str(tmp_path)))
     finally:
         other.communicate()
-    holds("save_folder", launch(SMOKE, "--save", str(tmp_path)))
+    holds("folders", launch(SMOKE, "--save", str(tmp_path)))
 
 
 def test_a_save_folder_with_the_checkpoints_of_another_run(tmp_path: Path) -> None:
@@ -230,7 +228,7 @@ def test_a_save_folder_with_the_checkpoints_of_another_run(tmp_path: Path) -> No
         (tmp_path / name / TRACKER).write_text("7")
     words = ("--mock-data", "--save", str(tmp_path / "second"))
     root = patched("0.19.2")
-    holds("save_folder", launch(SLICE, *words, root=root))
-    holds("save_folder", launch(SLICE, *words, "--load", str(tmp_path / "second"), root=root))
+    holds("folders", launch(SLICE, *words, root=root))
+    holds("folders", launch(SLICE, *words, "--load", str(tmp_path / "second"), root=root))
     mixed = launch(SLICE, *words, "--load", str(tmp_path / "first"), root=root)
-    refuses("save_folder", "save-folder-of-another-run", mixed)
+    refuses("folders", "save-folder-of-another-run", mixed)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.preflight.contexts import SMOKE, holds, launch, own_tree, refuses, says_nothing
+from tests.preflight.contexts import SMOKE, holds, launch, own_tree, refuses
 from tests.support import PATIENCE, REPOSITORY, patched, pristine
 from tests.support.lab import Lab
 
@@ -133,18 +133,19 @@ def verify():
     page.write_text(page.read_text().partition("def verify")[0] + proof)
     (lab.pages / "swap.py").unlink()
     applied(lab)
-    found = refuses("live_proofs", "proof-failed", launch(root=lab.root))
+    found = refuses("proofs", "proof-failed", launch(root=lab.root))
     assert "AssertionError: 5" in found.what
     assert found.next == f"cppmega verify --megatron {lab.root} page"
     page.write_text(page.read_text().replace("x + x + 1", "2 * x"))
     assert lab.apply().ok
-    assert holds("live_proofs", launch(root=lab.root)) == "1 proofs pass"
+    assert holds("proofs", launch(root=lab.root)).startswith("1 proofs pass; ")
 
 
 def test_proofs_that_this_machine_cannot_run(lab: Lab) -> None:
     (lab.pages / "swap.py").unlink()
     lab.page(needs=("no_such_package",))
-    says_nothing("live_proofs", launch(root=applied(lab).root))
+    found = holds("proofs", launch(root=applied(lab).root))
+    assert found.startswith("0 proofs pass; 0 of 1 applied patches are proved")
 
 
 def preflight(*words: str) -> tuple[int, dict[str, Any], str]:
@@ -165,7 +166,7 @@ def test_a_healthy_tree_passes_every_check_and_a_run_of_it_may_start(tmp_path: P
     status, answer, said = preflight("smoke_cpu", "--megatron", str(own_tree(tmp_path / "tree")))
     states = {found["check"]: found["state"] for found in answer["checks"]}
     assert status == 0 and answer["ok"], answer
-    assert states["imported_process"] == states["live_proofs"] == "ok"
+    assert states["imported_process"] == states["proofs"] == "ok"
     assert states["gpus"] == states["line_parses"] == "not-applicable"
     assert answer["digest"] and answer["megatron"]["version"] == "0.19.2"
     assert "preflight: " not in said
@@ -176,4 +177,4 @@ def test_a_tree_without_patches_stops_before_anything_is_imported() -> None:
     states = {found["check"]: found["state"] for found in answer["checks"]}
     assert status == 1 and not answer["ok"]
     assert states["receipt_whole"] == "failed"
-    assert states["imported_process"] == states["live_proofs"] == "not-run"
+    assert states["imported_process"] == states["proofs"] == "not-run"

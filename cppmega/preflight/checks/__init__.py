@@ -4,17 +4,15 @@ from __future__ import annotations
 
 ORDER: tuple[str, ...] = (
     # on disk
-    *("one_root", "shadowing", "being_patched", "receipt_whole", "patched_files", "foreign_edits"),
-    *("patches", "proofs", "bytecode"),
+    *("one_root", "shadowing", "receipt_whole", "patched_files", "foreign_edits", "patches"),
     # the environment and the machine
-    *("variables", "nan_gates", "debug_variables", "recipe_gates", "allocator"),
-    *("recipe_complete", "stack_versions", "stack_pairs", "packages"),
-    *("hosts", "network", "limits"),
-    *("gpus", "gpus_free", "kernels", "gpu_memory", "shared_memory_flag", "kernel_parity"),
+    *("variables", "debug_variables", "gates", "recipe_complete", "stack", "packages"),
+    *("hosts", "limits"),
+    *("gpus", "kernels", "gpu_memory", "shared_memory_flag", "kernel_parity"),
     # the launch, without a process
-    *("owned_arguments", "data", "folders", "save_folder"),
+    *("owned_arguments", "data", "folders"),
     # a process like a rank
-    *("imported_process", "live_proofs"),
+    *("imported_process", "proofs"),
     # the launch line, by the installed version's own parser
     *("unknown_arguments", "line_parses", "line_data", "checkpoint", "rules"),
 )

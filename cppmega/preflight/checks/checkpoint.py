@@ -14,7 +14,7 @@ from cppmega.errors import CppmegaError
 from cppmega.host import console, progress
 from cppmega.preflight.ask import ask
 from cppmega.preflight.context import Context
-from cppmega.preflight.findings import NotApplicable, refuse
+from cppmega.preflight.findings import NotApplicable, Problems
 from cppmega.preflight.messages import CheckpointAnswer, CheckpointOrder
 from cppmega.recipe import Recipe
 
@@ -39,12 +39,14 @@ class Saved:
     """Whether the checksums of all tensors were compared."""
 
 
-def check(context: Context) -> str:
+def check(context: Context) -> Problems:
     """Read it, and compare its arguments and its shapes with those of the launch.
 
+    Yields:
+        `checkpoint-of-another-recipe`, `checkpoint-of-another-model`, `nothing-to-do`.
+
     Raises:
-        CppmegaError: `no-checkpoint`, `checkpoint-broken`, `checkpoint-runs-code`,
-            `checkpoint-of-another-recipe`, `checkpoint-of-another-model`, `nothing-to-do`.
+        CppmegaError: `no-checkpoint`, `checkpoint-broken`, `checkpoint-runs-code`.
         NotApplicable: the run starts afresh.
     """
     load = context.options.load
@@ -59,7 +61,7 @@ def check(context: Context) -> str:
         # Most of Megatron's own scripts name one folder for both, also for the first start.
         raise NotApplicable(f"{options.load} holds no checkpoint yet")
     saved = _read(context, options.load)
-    refuse(_mismatches(context, options.load, saved))
+    yield from _mismatches(context, options.load, saved)
     whose = saved.arguments.get("cppmega_recipe", "no recipe")
     of = f"of {whose}" if saved.arguments else "which does not name its recipe"
     return f"{options.load}, step {saved.step}, {of}{_how(options.load, saved)}"

@@ -1,13 +1,15 @@
-"""No variable from a debugging session changes what is computed, or how fast."""
+"""No variable that is not cppmega's changes what is computed, or how fast.
+
+Such variables are left over from a debugging session, or configure the CUDA allocator, whose
+expandable segments must be on in the training process.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-
 from cppmega.errors import CppmegaError
+from cppmega.host import allocator
 from cppmega.preflight.context import Context
-from cppmega.preflight.findings import refuse
-from cppmega.recipe import Recipe
+from cppmega.preflight.findings import Problems
 
 _OFF = ("", "0", "false", "off", "no")
 _LEFT = {
@@ -26,17 +28,13 @@ _LEFT = {
 }
 
 
-def check(context: Context) -> str:
+def check(context: Context) -> Problems:
     """Compare the environment with the variables known to do so.
 
-    Raises:
-        CppmegaError: `debug-variable`, `bad-variable`.
+    Yields:
+        `debug-variable`, `bad-variable`, `allocator-differs`.
     """
-    refuse(_set_variables(context.environ, context.recipe))
-    return "none is set"
-
-
-def _set_variables(environ: Mapping[str, str], recipe: Recipe | None) -> Iterator[CppmegaError]:
+    environ, recipe = dict(context.environ), context.recipe
     wanted = {name for name, _ in recipe.environment} if recipe is not None else set()
     level = environ.get("TORCH_DISTRIBUTED_DEBUG", "")
     if level.upper() not in ("", "OFF", "INFO"):
@@ -78,3 +76,16 @@ def _set_variables(environ: Mapping[str, str], recipe: Recipe | None) -> Iterato
                 "The run would not be the one that was proved and measured.",
                 f"unset {name}; a recipe that needs it lists it in its environment",
             )
+    if recipe is not None and not context.needs_gpu:
+        return "none is set"
+    allocator.set_in(environ)  # as cppmega.run does
+    read = allocator.NEW if environ.get(allocator.NEW) else allocator.OLD
+    if not allocator.is_on(environ):
+        yield CppmegaError(
+            "allocator-differs",
+            f"{read}={environ[read]} switches expandable segments off.",
+            "Free memory is fragmented into gaps too small to use: the run goes out of memory with "
+            "much of it free.",
+            f"unset {read} (cppmega.run sets expandable_segments:True)",
+        )
+    return f"none is set; {read}={environ[read]}"

@@ -1,18 +1,24 @@
-"""Every folder that the run writes to is writable; checkpoints and their copies have room."""
+"""Every folder that the run writes to is writable, and no other run saves into the same one.
+
+Checkpoints and their copies have room.
+"""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
+
+import psutil
 
 from cppmega.checkpoints import tracker as checkpoint_tracker
 from cppmega.errors import CppmegaError
-from cppmega.host import memory
+from cppmega.host import memory, redact
 from cppmega.preflight.context import Context
 from cppmega.preflight.devices import gib
-from cppmega.preflight.findings import NotApplicable, Remark, refuse
+from cppmega.preflight.findings import NotApplicable, Problems, Remark
 from cppmega.recipe import Recipe
 from cppmega.recipe.memory import checkpoint_bytes
 from cppmega.recipe.run_options import RunOptions
@@ -23,21 +29,13 @@ _LOG = 2**30
 """Bytes that logs and caches need."""
 
 
-def check(context: Context) -> str:
+def check(context: Context) -> Problems:
     """Try to write to each folder, or to the nearest one above it that exists.
 
-    Raises:
-        CppmegaError: `folder-not-writable`, `disk-full`, `host-limit`.
+    Yields:
+        `folder-not-writable`, `disk-full`, `host-limit`, `save-folder-of-another-run`,
+        `save-folder-in-use`.
     """
-    usable: list[str] = []
-    refuse((*_unusable_folders(context, usable), *_unheld_copies(context)))
-    if not usable:
-        return "the run writes nowhere"
-    short = _room_remark(context)
-    return Remark(", ".join([*usable, short])) if short else ", ".join(usable)
-
-
-def _unusable_folders(context: Context, usable: list[str]) -> Iterator[CppmegaError]:
     metrics = context.options.metrics
     if metrics is not None and metrics.is_dir():
         yield CppmegaError(
@@ -46,6 +44,7 @@ def _unusable_folders(context: Context, usable: list[str]) -> Iterator[CppmegaEr
             "The run would end at its first logged step.",
             f"--metrics {metrics / 'metrics.jsonl'}",
         )
+    usable = []
     for purpose, folder, room in _written_folders(context):
         there = nearest(folder)
         if not there.is_dir() or not _can_create_files(there):
@@ -69,14 +68,27 @@ def _unusable_folders(context: Context, usable: list[str]) -> Iterator[CppmegaEr
                 "inspecting it)",
             )
         usable.append(f"{purpose} {folder} ({gib(free)} free)")
+    options = _options(context)
+    if options.save is not None:
+        yield from _unheld_copies(context)
+        yield from _other_runs(options.save, options.load)
+    if not usable:
+        return "the run writes nowhere"
+    short = _room_remark(context, options)
+    return Remark(", ".join([*usable, short])) if short else ", ".join(usable)
+
+
+def _options(context: Context) -> RunOptions:
+    """The trainer's options; with `load` set to `save` where the run resumes from there."""
+    try:
+        return context.launch_line.options
+    except NotApplicable:  # a loop, or nothing is launched
+        return context.options
 
 
 def _written_folders(context: Context) -> Iterator[tuple[str, Path, int]]:
     """Purpose and path of each folder, and the bytes that the run may need there."""
-    try:
-        options, trained = context.launch_line.options, context.recipe
-    except NotApplicable:
-        options, trained = context.options, None
+    options, trained = _options(context), None if context.is_loop else context.recipe
     if context.folder is not None:
         yield "run folder", context.folder, _LOG
     if options.save is not None:
@@ -101,8 +113,6 @@ def _unheld_copies(context: Context) -> Iterator[CppmegaError]:
     recipe = context.recipe
     if recipe is None or not recipe.async_save or not context.training_machine:
         return
-    if context.launch_line.options.save is None:
-        return
     copied = _checkpoint(context, recipe) * context.gpus_here // recipe.gpus
     available = memory.available()
     if copied > available:
@@ -115,17 +125,50 @@ def _unheld_copies(context: Context) -> Iterator[CppmegaError]:
         )
 
 
-def _room_remark(context: Context) -> str:
+def _other_runs(save: Path, load: Path | None) -> Iterator[CppmegaError]:
+    """Runs that save there, too: an earlier one, and the ranks on this host."""
+    if checkpoint_tracker.exists(save) and load is not None and not _same(load, save):
+        yield CppmegaError(
+            "save-folder-of-another-run",
+            f"{save} already holds checkpoints, and the run resumes from {load}.",
+            "Steps of two runs would share one folder, and a restart would resume from the "
+            "newest of either.",
+            f"an empty --save folder, or leave out --load to resume from {save}",
+        )
+    for pid, words in _other_ranks():
+        for flag, value in pairwise(words):
+            if flag == "--save" and Path(value).absolute() == save.absolute():
+                yield CppmegaError(
+                    "save-folder-in-use",
+                    f"Process {pid} of another run saves into {save}.",
+                    "Two runs would overwrite each other's checkpoints.",
+                    f"stop it (its command line: {' '.join(redact.words(words))[:120]}), "
+                    "or another --save",
+                )
+
+
+def _same(one: Path, other: Path) -> bool:
+    return one.absolute() == other.absolute() or (one.exists() and one.samefile(other))
+
+
+def _other_ranks() -> Iterator[tuple[int, list[str]]]:
+    """Processes that run `cppmega.run`, with their words, other than this one's ancestors."""
+    this = psutil.Process()
+    own = {this.pid, *(parent.pid for parent in this.parents())}
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []  # None where it is another user's
+        if process.pid not in own and any("cppmega.run" in word for word in words):
+            yield process.pid, words
+
+
+def _room_remark(context: Context, options: RunOptions) -> str:
     """A remark on a disk that has room for one checkpoint, but not for all; empty: no remark.
 
     Where some are kept, there is temporarily one more: the oldest is removed once the newest is
     complete.
     """
     recipe = context.recipe
-    if recipe is None:
-        return ""
-    options = context.options if context.is_loop else context.launch_line.options
-    if options.save is None:
+    if recipe is None or options.save is None:
         return ""
     done, kept = checkpoint_tracker.newest_step(options.save) or 0, recipe.keep_checkpoints
     written = -(-(recipe.train_iters - done) // options.save_interval)

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from cppmega.errors import CppmegaError
 from cppmega.host.wording import counted
 from cppmega.preflight.context import Context
-from cppmega.preflight.devices import Devices, gib, smallest
-from cppmega.preflight.findings import NotApplicable, refuse
+from cppmega.preflight.devices import gib, smallest
+from cppmega.preflight.findings import NotApplicable, Problems
 
 AFTER: tuple[str, ...] = ("one_root",)
 
 
-def check(context: Context) -> str:
+def check(context: Context) -> Problems:
     """Count them, and compare each with the recipe, with torch and with the driver's report.
 
+    Yields:
+        `too-few-gpus`, `unlike-gpus`, `architecture-not-built`, `architecture-differs`,
+        `gpu-damaged`, `gpu-closed`.
+
     Raises:
-        CppmegaError: `no-gpu`, `too-few-gpus`, `unlike-gpus`, `architecture-not-built`,
-            `architecture-differs`, `gpu-damaged`, `gpu-closed`.
+        CppmegaError: `no-gpu`.
+        NotApplicable: there is no GPU, and no recipe needs one.
     """
-    devices = context.devices
-    if context.recipe is None and not devices.found:
+    devices, recipe = context.devices, context.recipe
+    here = devices.found
+    if recipe is None and not here:
         raise NotApplicable("torch finds no GPU, and no recipe needs one")
-    refuse(_unfit_gpus(context, devices))
-    one = smallest(devices.found)
-    return f"{len(devices.found)} x {one.name} ({one.architecture}, {gib(one.total)})"
-
-
-def _unfit_gpus(context: Context, devices: Devices) -> Iterator[CppmegaError]:
-    here, recipe = devices.found, context.recipe
     if recipe is not None and len(here) < context.gpus_here:
         visible = context.environ.get("CUDA_VISIBLE_DEVICES")
         shown = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
@@ -65,24 +61,7 @@ def _unfit_gpus(context: Context, devices: Devices) -> Iterator[CppmegaError]:
                 "Its sizes and kernels were chosen and measured for another one.",
                 f"--set \"architectures=('{architecture}',)\" if you mean to train there",
             )
-    yield from _unhealthy_gpus(devices)
-
-
-def _built(architecture: str, compiled_for: tuple[str, ...]) -> bool:
-    """Whether torch has code for it: its own, its generation's, or PTX of an older one."""
-    major, minor = int(architecture[3:-1]), int(architecture[-1])
-    for built in compiled_for:
-        kind, _, number = built.partition("_")
-        digits = "".join(c for c in number if c.isdigit())
-        other = int(digits[:-1]), int(digits[-1])
-        same_family = other[0] == major and other[1] <= minor
-        if same_family or (kind == "compute" and other <= (major, minor)):
-            return True
-    return False
-
-
-def _unhealthy_gpus(devices: Devices) -> Iterator[CppmegaError]:
-    reported = [devices.reported.get(device.uuid) for device in devices.found]
+    reported = [devices.reported.get(device.uuid) for device in here]
     for gpu in filter(None, reported):
         if gpu.uncorrected_errors:
             yield CppmegaError(
@@ -99,3 +78,18 @@ def _unhealthy_gpus(devices: Devices) -> Iterator[CppmegaError]:
                 "No process may use it.",
                 f"nvidia-smi -i {gpu.index} -c DEFAULT, or ask whoever set it",
             )
+    one = smallest(here)
+    return f"{len(here)} x {one.name} ({one.architecture}, {gib(one.total)})"
+
+
+def _built(architecture: str, compiled_for: tuple[str, ...]) -> bool:
+    """Whether torch has code for it: its own, its generation's, or PTX of an older one."""
+    major, minor = int(architecture[3:-1]), int(architecture[-1])
+    for built in compiled_for:
+        kind, _, number = built.partition("_")
+        digits = "".join(c for c in number if c.isdigit())
+        other = int(digits[:-1]), int(digits[-1])
+        same_family = other[0] == major and other[1] <= minor
+        if same_family or (kind == "compute" and other <= (major, minor)):
+            return True
+    return False

@@ -1,4 +1,4 @@
-"""Hosts find each other: the GPUs divide among them, and this host's name has an address."""
+"""Hosts find each other: the GPUs divide among them, and names and interfaces have addresses."""
 
 from __future__ import annotations
 
@@ -7,46 +7,62 @@ import socket
 from cppmega.errors import CppmegaError
 from cppmega.host.wording import counted
 from cppmega.preflight.context import Context
-from cppmega.preflight.findings import NotApplicable, Remark
+from cppmega.preflight.findings import NotApplicable, Problems, Remark
 from cppmega.training.requirements import Start
 
+_INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
-def check(context: Context) -> str:
-    """Divide the GPUs, and look up this host's name.
+
+def check(context: Context) -> Problems:
+    """Look up the interfaces that variables name and this host's name, and divide the GPUs.
+
+    Yields:
+        `no-such-interface`, `wrong-world-size`, `host-name-unknown`.
 
     Raises:
-        CppmegaError: `wrong-world-size`, `host-name-unknown`.
-        NotApplicable: one host trains, and its name has an address.
+        NotApplicable: one host trains, its name has an address, and no variable names an interface.
     """
-    name = socket.gethostname()
-    if context.nodes == 1 or context.recipe is None:
-        return _single_host(name, launched=context.folder is not None)
-    recipe = context.recipe
-    Start(recipe, nodes=context.nodes).check("division into hosts")
+    named = {name: context.environ.get(name, "") for name in _INTERFACES}
+    named = {name: value for name, value in named.items() if value and value[0] != "^"}
+    here = [name for _, name in socket.if_nameindex()]
+    for variable, value in named.items():
+        wanted = value.removeprefix("=").split(",")
+        # NCCL accepts the beginning of a name, unless an = precedes it.
+        exact = value.startswith("=") or variable != "NCCL_SOCKET_IFNAME"
+        if not any(one == i or (i.startswith(one) and not exact) for one in wanted for i in here):
+            yield CppmegaError(
+                "no-such-interface",
+                f"{variable}={value}; this host has {', '.join(here)}.",
+                "Ranks wait for each other until they time out, or end with an NCCL error.",
+                f"unset {variable}, or name one of them",
+            )
+    detail = ", ".join(f"{variable}={value}" for variable, value in named.items())
+    name, recipe = socket.gethostname(), context.recipe
     address = _address(name)
-    if address is None:
-        raise CppmegaError(
+    if context.nodes == 1 or recipe is None:
+        if address is None:
+            return _nameless(name, launched=context.folder is not None)
+        if not named:
+            raise NotApplicable("one host trains")
+        return detail
+    Start(recipe, nodes=context.nodes).check("division into hosts")
+    if address is None or address.startswith("127."):
+        where = f"is {address}: no other host can reach that" if address else "has no address"
+        yield CppmegaError(
             "host-name-unknown",
-            f"This host is called {name}, and that name has no address.",
+            f"This host is called {name}, which {where}.",
             "The other hosts' ranks wait for it until they time out.",
-            "add the name to /etc/hosts or to the name server",
-        )
-    if address.startswith("127."):
-        raise CppmegaError(
-            "host-name-unknown",
-            f"This host is called {name}, which is {address}: no other host can reach that.",
-            "The other hosts' ranks wait for it until they time out.",
-            "give the name its real address in /etc/hosts, or export GLOO_SOCKET_IFNAME and "
-            "NCCL_SOCKET_IFNAME and the real name",
+            "give the name its real address in /etc/hosts or in the name server, or export "
+            "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME and the real name",
         )
     each = counted(recipe.gpus // context.nodes, "GPU")
-    return f"{each} on each of {context.nodes} hosts, {name} {address}"
+    return "; ".join(
+        filter(None, [f"{each} on each of {context.nodes} hosts, {name} {address}", detail])
+    )
 
 
-def _single_host(name: str, *, launched: bool) -> Remark:
-    """One host, whose name is torchrun's default rendezvous address."""
-    if _address(name) is not None:
-        raise NotApplicable("one host trains")
+def _nameless(name: str, *, launched: bool) -> Remark:
+    """The remark on one host, whose name is torchrun's default rendezvous address."""
     lacking = f"this host is called {name}, and that name has no address"
     if launched:
         return Remark(f"{lacking}: the ranks meet at 127.0.0.1")

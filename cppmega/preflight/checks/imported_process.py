@@ -9,24 +9,26 @@ from __future__ import annotations
 from cppmega.errors import CppmegaError
 from cppmega.host import interpreter
 from cppmega.preflight.context import Context
-from cppmega.preflight.findings import refuse
+from cppmega.preflight.findings import Problems
 
 AFTER: tuple[str, ...] = (
     *("one_root", "shadowing", "receipt_whole", "patched_files", "foreign_edits", "patches"),
-    *("variables", "debug_variables", "network"),
+    *("variables", "debug_variables", "hosts"),
 )
 """Each of these reports its own reason for a broken import, so that it is reported only once."""
 
 
-def check(context: Context) -> str:
+def check(context: Context) -> Problems:
     """Import what a rank imports, in the environment of the launch.
 
+    Yields:
+        What `guard.start`, `files.judge`, `modules.check` and `swaps.check` find, `other-root`,
+        `import-failed`, `patch-not-installed`.
+
     Raises:
-        CppmegaError: what `guard.start`, `files.judge`, `modules.check` and `swaps.check`
-            find, `other-root`, `import-failed`, `patch-not-installed`, `process-ended`;
-            `package-missing`.
+        CppmegaError: `process-ended`, `process-hangs`, `package-missing`.
     """
     root = context.session.read_tree().root
     interpreter.require_torch(root, "cppmega preflight", or_below=True)
-    refuse(map(CppmegaError.from_json, context.process.problems))
+    yield from map(CppmegaError.from_json, context.process.problems)
     return f"a separate process imports {context.process.imported}"

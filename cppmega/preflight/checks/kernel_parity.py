@@ -16,7 +16,7 @@ from cppmega.errors import CppmegaError
 from cppmega.preflight.ask import ask
 from cppmega.preflight.context import Context
 from cppmega.preflight.devices import Devices, look
-from cppmega.preflight.findings import NotApplicable, refuse
+from cppmega.preflight.findings import NotApplicable, Problems
 from cppmega.preflight.messages import ParityAnswer, ParityOrder, SparseAttention
 from cppmega.recipe.render import release_line
 from cppmega.sizes import dsa_widths
@@ -36,11 +36,13 @@ SMALL = {"sm_120", "sm_121"}
 """Architectures that give a block 99 KiB of dynamic shared memory."""
 
 
-def check(context: Context) -> str:
+def check(context: Context) -> Problems:
     """Run every kernel and its reference in a separate process.
 
+    Yields:
+        `kernel-differs`, `shared-memory-too-large`, `tilelang-first-kernel`.
+
     Raises:
-        CppmegaError: `kernel-differs`, `shared-memory-too-large`, `tilelang-first-kernel`.
         NotApplicable: there is no GPU, or `--deep` was not requested.
     """
     devices = context.devices
@@ -50,8 +52,8 @@ def check(context: Context) -> str:
         raise NotApplicable("--deep runs every kernel against its reference")
     sizes = attention(context)
     answer = compared(devices, context.environ, () if sizes is None else (sizes,))
-    refuse(wrong_kernels(answer, devices.architectures))
-    return ", ".join(f"{one.kernel} {one.error:.1e}" for one in answer.kernels)
+    yield from wrong_kernels(answer, devices.architectures)
+    return ", ".join(f"{one.kernel} {one.error or 0:.1e}" for one in answer.kernels)
 
 
 def on_this_machine(environ: Mapping[str, str], root: Path) -> ParityAnswer:

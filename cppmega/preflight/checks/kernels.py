@@ -4,28 +4,22 @@ from __future__ import annotations
 
 from cppmega.errors import CppmegaError
 from cppmega.preflight.context import Context
-from cppmega.preflight.findings import NotApplicable, refuse
+from cppmega.preflight.findings import NotApplicable, Problems
 
 AFTER: tuple[str, ...] = ("gpus",)
 
 
-def check(context: Context) -> str:
-    """Import them in a process that sees the GPUs.
-
-    Raises:
-        CppmegaError: `kernel-not-importable`.
-    """
+def check(context: Context) -> Problems:
+    """Import them in a process that sees the GPUs; yields `kernel-not-importable`."""
     devices = context.devices
     if not devices.found:
         raise NotApplicable("there is no GPU")
-    refuse(
-        CppmegaError(
-            "kernel-not-importable",
-            f"{module} cannot be imported on {', '.join(sorted(devices.architectures))}: {why}",
-            "The run would end when its first layer is built.",
-            f"python -c 'import {module}'; reinstall it for this torch and CUDA",
-        )
-        for module, why in devices.imports.items()
-        if why
-    )
+    for module, why in devices.imports.items():
+        if why:
+            yield CppmegaError(
+                "kernel-not-importable",
+                f"{module} cannot be imported on {', '.join(sorted(devices.architectures))}: {why}",
+                "The run would end when its first layer is built.",
+                f"python -c 'import {module}'; reinstall it for this torch and CUDA",
+            )
     return ", ".join(devices.imports)

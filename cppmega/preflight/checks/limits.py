@@ -12,7 +12,7 @@ from cppmega.host import memory
 from cppmega.host.wording import counted
 from cppmega.preflight.context import Context
 from cppmega.preflight.devices import gib
-from cppmega.preflight.findings import NotApplicable, refuse
+from cppmega.preflight.findings import NotApplicable, Problems
 from cppmega.recipe import Recipe, arithmetic
 
 _FILES = 4096
@@ -37,23 +37,21 @@ class Host:
     """Hard limit, up to which `ulimit -n` may raise it."""
 
 
-def check(context: Context) -> str:
-    """Compare this host with what the ranks need.
+def check(context: Context) -> Problems:
+    """Compare this host with what the ranks need; yields `host-limit`.
 
     Raises:
-        CppmegaError: `host-limit`.
         NotApplicable: the launch runs on CPU, in two small processes.
     """
+    host = measure()
     if context.recipe is None or not context.needs_gpu:
-        host = measure()
-        refuse(_too_few_files(host, _FILES_OF_A_LOOP))
+        yield from _too_few_files(host, _FILES_OF_A_LOOP)
         if context.recipe is not None and context.training_machine:
-            refuse(_too_large(host, context.recipe))
+            yield from _too_large(host, context.recipe)
         raise NotApplicable("no recipe for GPUs is named")
     if not context.training_machine:
         raise NotApplicable("this machine does not train")
-    host = measure()
-    refuse(shortages(host, context.gpus_here))
+    yield from shortages(host, context.gpus_here)
     return f"{host.files} open files, {gib(host.memory)} of memory, {gib(host.shared)} of it shared"
 
 
@@ -64,12 +62,7 @@ def measure() -> Host:
         for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
     )
     shared = os.statvfs("/dev/shm")
-    return Host(
-        files,
-        shared.f_bavail * shared.f_frsize,
-        memory.available(),
-        most,
-    )
+    return Host(files, shared.f_bavail * shared.f_frsize, memory.available(), most)
 
 
 def shortages(host: Host, ranks: int) -> Iterator[CppmegaError]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cppmega.errors import CppmegaError
 from cppmega.preflight.context import Context
-from cppmega.preflight.findings import Remark, refuse
+from cppmega.preflight.findings import Problems, Remark
 from cppmega.recipe import field_types
 
 _MAY_BE_0 = ("train_iters",)
@@ -12,8 +12,11 @@ _MAY_BE_0 = ("train_iters",)
 AFTER: tuple[str, ...] = ("one_root", "recipe_complete", "imported_process")
 
 
-def check(context: Context) -> str:
+def check(context: Context) -> Problems:
     """Read the answer of the process that imported the parser.
+
+    Yields:
+        `arguments-invalid`.
 
     Raises:
         CppmegaError: `argument-refused`, `arguments-invalid`.
@@ -58,16 +61,15 @@ def check(context: Context) -> str:
             "Every rank would end with that error after it was started.",
             correct,
         )
-    refuse(
-        CppmegaError(
-            "arguments-invalid",
-            f"megatron-core {version} accepts --{name.replace('_', '-')} {value}: {problem}",
-            "No run has that value: every rank would end with an error, or learn nothing.",
-            correct,
-        )
-        for name, value in parsed.args.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-        if name not in (*_MAY_BE_0, *parsed.added)
-        if (problem := field_types.number_problem(name, value))
-    )
+    for name, value in parsed.args.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or name in (*_MAY_BE_0, *parsed.added):
+            continue
+        if problem := field_types.number_problem(name, value):
+            yield CppmegaError(
+                "arguments-invalid",
+                f"megatron-core {version} accepts --{name.replace('_', '-')} {value}: {problem}",
+                "No run has that value: every rank would end with an error, or learn nothing.",
+                correct,
+            )
     return f"{len(line.argv)} words"

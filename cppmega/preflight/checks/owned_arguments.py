@@ -6,13 +6,12 @@ a batch that differs from its record, its memory estimate and its data.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import fields
 
 from cppmega.errors import CppmegaError
 from cppmega.host import command_words
 from cppmega.preflight.context import Context
-from cppmega.preflight.findings import NotApplicable, refuse
+from cppmega.preflight.findings import NotApplicable, Problems
 from cppmega.recipe import Recipe
 
 AFTER: tuple[str, ...] = ("recipe_complete",)
@@ -35,22 +34,19 @@ _FIELDS = {
 } | {"--hybrid-layer-pattern": "pattern"}
 
 
-def check(context: Context) -> str:
+def check(context: Context) -> Problems:
     """Compare the words after `--`, and those that the recipe adds with `plus`.
 
+    Yields:
+        `argument-not-megatrons`.
+
     Raises:
-        CppmegaError: `argument-not-megatrons`.
         NotApplicable: without a recipe, the whole line is Megatron's.
     """
     line = context.launch_line
     if context.recipe is None:
         raise NotApplicable("no recipe is named: the whole line is Megatron's")
-    refuse(_owned_words(line.further))
-    return f"{len(line.further)} further words"
-
-
-def _owned_words(words: tuple[str, ...]) -> Iterator[CppmegaError]:
-    for option in command_words.read(words):
+    for option in command_words.read(line.further):
         value = " ".join(option.values)
         if option.name in _OPTIONS:
             instead = f"{_OPTIONS[option.name]} {value}".strip() + " before the --"
@@ -65,3 +61,4 @@ def _owned_words(words: tuple[str, ...]) -> Iterator[CppmegaError]:
             "Megatron uses the last one, and the record of the run has the other.",
             instead,
         )
+    return f"{len(line.further)} further words"

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from cppmega.errors import CppmegaError
 from cppmega.preflight.context import Context
-from cppmega.preflight.findings import NotApplicable, refuse
-from cppmega.recipe import Recipe
-from cppmega.recipe.run_options import RunOptions
+from cppmega.preflight.findings import NotApplicable, Problems
 from cppmega.training.requirements import Start
 
 AFTER: tuple[str, ...] = ("one_root", "recipe_complete")
@@ -18,24 +15,21 @@ AFTER: tuple[str, ...] = ("one_root", "recipe_complete")
 _WANDB_KEY = "api.wandb.ai"
 
 
-def check(context: Context) -> str:
+def check(context: Context) -> Problems:
     """Search for packages and programs.
 
+    Yields:
+        `compiler-missing`, `wandb-not-logged-in`.
+
     Raises:
-        CppmegaError: `package-missing`, `compiler-missing`, `wandb-not-logged-in`.
+        CppmegaError: `package-missing`.
         NotApplicable: Megatron's trainer is not launched.
     """
     line, recipe = context.launch_line, context.recipe
     if recipe is None:
         raise NotApplicable("no recipe is named")
     Start(recipe, line.options).check("packages")
-    refuse(_missing(recipe, line.options, context.environ, context.training_machine))
-    return "packages and compilers are installed"
-
-
-def _missing(
-    recipe: Recipe, options: RunOptions, environ: Mapping[str, str], trains_here: bool
-) -> Iterator[CppmegaError]:
+    options, environ, trains_here = line.options, context.environ, context.training_machine
     path = environ.get("PATH")
     compilers = [environ[name] for name in ("CC",) if environ.get(name)] or ["gcc", "clang", "cc"]
     if trains_here and not any(shutil.which(c, path=path) for c in compilers):
@@ -67,3 +61,4 @@ def _missing(
                 "It would ask for one on a terminal that no one watches, and the run would wait.",
                 "wandb login, or export WANDB_MODE=offline",
             )
+    return "packages and compilers are installed"

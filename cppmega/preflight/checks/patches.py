@@ -9,20 +9,24 @@ from cppmega.errors import CppmegaError, did_you_mean
 from cppmega.overlay.diagnose import imported_from
 from cppmega.overlay.verdict import MEANING, Verdict, summary
 from cppmega.preflight.context import Context
-from cppmega.preflight.findings import refuse
+from cppmega.preflight.findings import Problems
 from cppmega.training.requirements import IN_THE_CODE, patch_missing
 
 AFTER: tuple[str, ...] = ("one_root", "receipt_whole", "patched_files")
 
 
-def check(context: Context) -> str:
+def check(context: Context) -> Problems:
     """Plan every patch, with the gates of the last apply.
 
+    Yields:
+        `patch-missing` and `patch-unknown` for one that the recipe names, `patch-STATE` for one in
+        a state of failure or still to be applied.
+
     Raises:
-        CppmegaError: `patch-missing` and `patch-unknown` for one that the recipe names,
-            `patch-STATE` for one in a state of failure or still to be applied, `gate-differs`.
+        CppmegaError: `gate-differs`.
     """
-    refuse([*_missing_patches(context), *_unsound_patches(context.plan.verdicts.values())])
+    yield from _missing_patches(context)
+    yield from _unsound_patches(context.plan.verdicts.values())
     gates.check_applied(
         context.session.pages.values(), context.receipt.gates, context.environ, "this environment"
     )

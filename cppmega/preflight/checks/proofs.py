@@ -1,65 +1,79 @@
-"""No proof of an applied patch failed or is outdated, and the recipe's patches are all proved."""
+"""The proof of every active patch passes now, and none in the receipt failed or is outdated."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from cppmega.errors import CppmegaError
-from cppmega.overlay.receipt import ProvedPage
 from cppmega.overlay.verdict import DONE, Verdict
 from cppmega.preflight.context import Context
-from cppmega.preflight.findings import Remark, refuse
+from cppmega.preflight.findings import Problems, Remark
 from cppmega.proof import verify
 
-AFTER: tuple[str, ...] = ("one_root", "receipt_whole", "patched_files", "patches")
+AFTER: tuple[str, ...] = (
+    *("one_root", "receipt_whole", "patched_files", "patches"),
+    *("variables", "debug_variables", "hosts", "limits", "imported_process"),
+)
+_USELESS = "The patch is in the file and does not do what it promises."
 
 
-def check(context: Context) -> str:
-    """Read the results of the last `cppmega verify` in the receipt, and repeat those that failed.
+def check(context: Context) -> Problems:
+    """Run the proofs on the code that would train, and read the last `cppmega verify`.
 
-    A failure may have had a cause that is gone: a full disk, memory, a variable that an earlier
-    release let into proofs. The repeated result is not stored: the preflight writes nothing.
+    A failure in the receipt is repeated: its cause may be gone, such as a full disk, memory, or a
+    variable that an earlier release let into proofs. The result is not stored: the preflight writes
+    nothing.
 
-    Raises:
-        CppmegaError: `proof-failed`, `proof-stale`, `proof-missing`.
+    Yields:
+        `proof-failed`, `proof-stale`, `proof-missing`.
     """
-    done = [v for v in context.plan.verdicts.values() if v.state in DONE]
-    repeated = _repeated([verdict.name for verdict in done if verdict.proof == "failed"], context)
-    refuse(_lacking_proofs(context, done, repeated))
-    passes = [name for name, now in repeated.items() if now.proof == "passed"]
-    passed = sum(v.proof == "passed" for v in done) + len(passes)
-    summary = f"{passed} of {len(done)} applied patches are proved"
-    if passes:
-        names = " ".join(passes)
-        return Remark(
-            f"{summary}; the last cppmega verify of {names} failed, and now it passes: "
-            f"cppmega verify {names} stores that"
+    runs = verify.live(context.session, context.plan)
+    unable = [name for name, run in runs.items() if run.result == "unable"]
+    broken = [name for name, run in runs.items() if run.result not in ("passed", "unable")]
+    for name in broken:
+        yield CppmegaError(
+            "proof-failed",
+            f"The proof of {name} does not pass on the code that would train: {runs[name].detail}",
+            _USELESS,
+            f"cppmega verify {name}",
         )
-    if passed < len(done):
-        return Remark(f"{summary}; cppmega verify proves the others, as far as this machine can")
-    return summary
+    done = [v for v in context.plan.verdicts.values() if v.state in DONE]
+    failed = [v.name for v in done if v.proof == "failed" and v.name not in broken]
+    proved = verify.verify(context.session, failed, store=False) if failed else ()
+    for one in proved:
+        if one.proof not in ("passed", "unverified"):
+            yield CppmegaError(
+                "proof-failed",
+                f"The proof of {one.name} failed: {_detail(context, one.name)}. Repeated now it is "
+                f"{one.proof}: {one.detail}.",
+                _USELESS,
+                f"cppmega verify {one.name}",
+            )
+    yield from _lacking(context, done)
+    passes = [one.name for one in proved if one.proof == "passed"]
+    passed = sum(v.proof == "passed" for v in done) + len(passes)
+    parts = [f"{len(runs) - len(unable)} proofs pass"]
+    if unable:
+        told = "; ".join(f"{name}: {runs[name].detail}" for name in unable)
+        parts[0] += f", and {len(unable)} cannot run with what is installed here ({told})"
+    parts.append(f"{passed} of {len(done)} applied patches are proved")
+    if passes:
+        parts.append(
+            f"the last cppmega verify of {' '.join(passes)} failed, and now it passes: "
+            f"cppmega verify {' '.join(passes)} stores that"
+        )
+    elif passed < len(done):
+        parts.append("cppmega verify proves the others, as far as this machine can")
+    return Remark("; ".join(parts)) if unable or passes or passed < len(done) else "; ".join(parts)
 
 
-def _repeated(failed: list[str], context: Context) -> dict[str, verify.Proved]:
-    """The results of failed proofs now, by name."""
-    if not failed:
-        return {}
-    proved = verify.verify(context.session, failed, store=False)
-    return {one.name: one for one in proved}
+def _detail(context: Context, name: str) -> str:
+    proved = context.receipt.proofs.get(name)
+    return proved.detail if proved is not None else ""
 
 
-def _was_tried(proved: ProvedPage | None) -> bool:
-    """Whether a proof without a result was started: what is installed lacks what it uses.
-
-    Its patch was not found wrong, and repeating the proof would not help.
-    """
-    return proved is not None and bool(proved.environment)
-
-
-def _lacking_proofs(
-    context: Context, done: list[Verdict], repeated: Mapping[str, verify.Proved]
-) -> Iterator[CppmegaError]:
-    must = context.wanted_patches if context.training_machine and context.needs_gpu else ()
+def _lacking(context: Context, done: list[Verdict]) -> Iterator[CppmegaError]:
+    """Proofs that are outdated, and those that the recipe needs and that were never run here."""
     stale = [verdict.name for verdict in done if verdict.proof == "stale"]
     if stale:
         yield CppmegaError(
@@ -68,24 +82,17 @@ def _lacking_proofs(
             "The proofs apply to code that differs from what would train.",
             "cppmega verify",
         )
-    for verdict in done:
-        proved = context.receipt.proofs.get(verdict.name)
-        detail = proved.detail if proved is not None else ""
-        again = f"cppmega verify {verdict.name}"
-        now = repeated.get(verdict.name)
-        if now is not None and now.proof not in ("passed", "unverified"):
-            yield CppmegaError(
-                "proof-failed",
-                f"The proof of {verdict.name} failed: {detail}. Repeated now it is {now.proof}: "
-                f"{now.detail}.",
-                "The patch is in the file and does not do what it promises.",
-                again,
-            )
-        elif verdict.proof == "unverified" and verdict.name in must and not _was_tried(proved):
+    must = context.wanted_patches if context.training_machine and context.needs_gpu else ()
+    for name in (verdict.name for verdict in done if verdict.proof == "unverified"):
+        proved = context.receipt.proofs.get(name)
+        # One that was started lacks what it uses: its patch was not found wrong, and repeating it
+        # would not help.
+        if name in must and not (proved is not None and proved.environment):
+            detail = _detail(context, name)
             yield CppmegaError(
                 "proof-missing",
-                f"The recipe needs {verdict.name}, and it was never proved in this installation"
+                f"The recipe needs {name}, and it was never proved in this installation"
                 + (f" ({detail})." if detail else "."),
                 "A patch that is in the file may still do nothing.",
-                again,
+                f"cppmega verify {name}",
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cppmega.catalogue import page_rules
 from cppmega.preflight.context import Context
-from cppmega.preflight.findings import Remark, refuse
+from cppmega.preflight.findings import Problems, Remark
 from cppmega.rules import RULES, dsa
 from cppmega.rules.rule import Run
 from cppmega.sizes.megatron_args import uses_dsa
@@ -17,18 +17,20 @@ _OF_SCRIPTS = {"argument-without-effect", "precision-not-stated", "no-data"}
 _MOCK = "MOCK DATA, as --mock-data asks: its speed and its losses mean nothing"
 
 
-def check(context: Context) -> str:
+def check(context: Context) -> Problems:
     """Ask every rule about the parsed line, its variables and the checkpoint that it resumes.
 
+    Yields:
+        The errors of the broken rules; `page-failed`.
+
     Raises:
-        CppmegaError: those of the broken rules; `page-failed`.
         NotApplicable: nothing that Megatron parses is launched.
     """
     run, verdicts = context.run, context.plan.verdicts
     pages = [p for p in context.provided.present if verdicts[p.name].state != "upstreamed"]
     errors = page_rules.broken(pages, run)
     left = [e for e in errors if context.adds_arguments and e.name in _OF_SCRIPTS]
-    refuse(error for error in errors if error not in left)
+    yield from (error for error in errors if error not in left)
     count = len(RULES) + sum(len(page.patch.rules) for page in pages)
     detail = f"{count} rules hold"
     if uses_dsa(run):

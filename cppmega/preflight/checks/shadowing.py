@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import sysconfig
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import lru_cache
 from importlib.machinery import all_suffixes
 from pathlib import Path
 
 from cppmega.errors import CppmegaError
 from cppmega.host.paths import PACKAGE
-from cppmega.preflight import importers
 from cppmega.preflight.context import Context
-from cppmega.preflight.findings import refuse
+from cppmega.preflight.findings import Problems
 
 AFTER: tuple[str, ...] = ("one_root",)
 
@@ -34,19 +35,17 @@ _MEGATRON = ("core", "training", "legacy", "rl")
 _HARMLESS = {"conftest", "docs", "examples", "scripts", "setup", "test", "tests"}
 """Names that projects and careless packages use, and that no training code imports."""
 _OWN = PACKAGE.parent
+_IMPORTS = re.compile(
+    rb"^[ \t]*import[ \t]+(?P<names>[\w.]+(?:[ \t]+as[ \t]+\w+)?(?:,[\w. \t]+)*)[ \t]*(?:#.*)?$"
+    rb"|^[ \t]*from[ \t]+(?P<name>\w+)[\w.]*[ \t]+import\b"
+    rb"|(?:import_module|find_spec|__import__)\(\s*[\"'](?P<called>\w+)",
+    re.MULTILINE,
+)
+"""Prose such as `from the cache` or `import all of them` is no statement."""
 
 
-def check(context: Context) -> str:
-    """Search every folder that precedes the installed packages.
-
-    Raises:
-        CppmegaError: `shadowing-path`.
-    """
-    refuse(_shadowing_modules(context))
-    return f"megatron comes only from {context.session.root}"
-
-
-def _shadowing_modules(context: Context) -> Iterator[CppmegaError]:
+def check(context: Context) -> Problems:
+    """Search every folder that precedes the installed packages; yields `shadowing-path`."""
     tree = context.session.read_tree()
     root, packages = tree.root.resolve(), tree.packages
     for place, folder in _folders(context.environ):
@@ -64,8 +63,9 @@ def _shadowing_modules(context: Context) -> Iterator[CppmegaError]:
             elif not (name in sys.stdlib_module_names or _installed(name, folder)):
                 free[name] = module
         asking = [*packages, *(site / name for site in _sites() for name in _ASKING)]
-        for name, file in importers.first_importers(_unlisted(free, folder), asking).items():
+        for name, file in _first_importers(_unlisted(free, folder), asking).items():
             yield _error(place, free[name], f"an optional package that {file} tries")
+    return f"megatron comes only from {context.session.root}"
 
 
 def _shadowed(name: str, folder: Path) -> str:
@@ -151,3 +151,24 @@ def _error(place: str, what: Path, instead_of: str) -> CppmegaError:
         if place == "PYTHONPATH"
         else f"start from another folder, or move {what} away",
     )
+
+
+def _first_importers(names: Collection[str], packages: Iterable[Path]) -> dict[str, Path]:
+    """A file of the packages that imports each name; names that none imports are left out."""
+    files: dict[str, Path] = {}
+    for package in packages if names else ():
+        imported = _imported(package)
+        files = {name: imported[name] for name in names if name in imported} | files
+    return files
+
+
+@lru_cache(maxsize=16)
+def _imported(package: Path) -> dict[str, Path]:
+    """The top-level names that the files of a package import, each with one of the files."""
+    importers: dict[str, Path] = {}
+    for where, _, files in os.walk(package):
+        for file in (Path(where, name) for name in files if name.endswith(".py")):
+            for line in _IMPORTS.finditer(file.read_bytes()):
+                for name in (line["names"] or line["name"] or line["called"]).split(b","):
+                    importers.setdefault(re.split(rb"\W", name.strip())[0].decode(), file)
+    return importers

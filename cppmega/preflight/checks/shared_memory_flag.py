@@ -11,17 +11,19 @@ from cppmega.overlay.diagnose import imported_from
 from cppmega.page import Page
 from cppmega.preflight.checks.kernel_parity import SMALL
 from cppmega.preflight.context import Context
-from cppmega.preflight.findings import NotApplicable, refuse
+from cppmega.preflight.findings import NotApplicable, Problems
 from cppmega.training.requirements import IN_THE_CODE
 
 AFTER: tuple[str, ...] = ("one_root", "gpus", "receipt_whole")
 
 
-def check(context: Context) -> str:
+def check(context: Context) -> Problems:
     """Ask for the pages that build kernels with the flag, where there are such kernels.
 
+    Yields:
+        `shared-memory-flag`.
+
     Raises:
-        CppmegaError: `shared-memory-flag`.
         NotApplicable: the GPUs have more shared memory.
     """
     architectures = context.devices.architectures
@@ -34,18 +36,17 @@ def check(context: Context) -> str:
         for page in context.session.pages.values()
         if "shared_memory_merge" in page.patch.provides
     ]
-    refuse(
-        CppmegaError(
-            "shared-memory-flag",
-            f"{page.name} is {states[page.name]}, so that its TileLang kernels are not built with "
-            "TL_ENABLE_AGGRESSIVE_SHARED_MEMORY_MERGE: True.",
-            "They may need more than the 99 KiB that a block has here, and then cannot be "
-            "launched.",
-            f"{page.patch.gate}=1 python -m cppmega.apply_patches, and start with that variable",
-        )
-        for page in merging
-        if states[page.name] not in IN_THE_CODE and _has_kernels(page, context)
-    )
+    for page in merging:
+        if states[page.name] not in IN_THE_CODE and _has_kernels(page, context):
+            yield CppmegaError(
+                "shared-memory-flag",
+                f"{page.name} is {states[page.name]}, so that its TileLang kernels are not built "
+                "with TL_ENABLE_AGGRESSIVE_SHARED_MEMORY_MERGE: True.",
+                "They may need more than the 99 KiB that a block has here, and then cannot be "
+                "launched.",
+                f"{page.patch.gate}=1 python -m cppmega.apply_patches, and start with that "
+                "variable",
+            )
     done = ", ".join(page.name for page in merging if states[page.name] in IN_THE_CODE)
     return f"the kernels carry the flag by {done}" if done else "there are no TileLang kernels"
 

@@ -7,36 +7,27 @@ The environment is not that of a rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from cppmega import calls
 from cppmega.catalogue import decisions, gates
 from cppmega.errors import CppmegaError
 from cppmega.host import env, process
 from cppmega.preflight.context import Context
-from cppmega.preflight.findings import Remark, refuse
+from cppmega.preflight.findings import Problems, Remark
 
 AFTER: tuple[str, ...] = ("one_root",)
 
 
-def check(context: Context) -> str:
+def check(context: Context) -> Problems:
     """Compare the environment with what pages and package declare.
 
+    Yields:
+        `unknown-variable` (with the decision about a switch of the earlier overlay),
+        `variable-without-gate`, `leftover-variable` (also a rank's or torchrun's own).
+
     Raises:
-        CppmegaError: `unknown-variable` (with the decision about a switch of the earlier
-            overlay), `variable-without-gate`, `leftover-variable` (also a rank's or torchrun's
-            own), `bad-gate-value`, `unknown-page`.
+        CppmegaError: `bad-gate-value`, `unknown-page`.
     """
     calls.check_allowed(context.session.pages, context.fallbacks)
-    refuse(_wrong_variables(context))
-    set_ = sorted(name for name in context.environ if name.startswith(env.PREFIX))
-    text = ", ".join(f"{name}={context.environ[name]}" for name in set_) or "none is set"
-    if context.fallbacks:
-        return Remark(f"{text}; declined calls are allowed: {', '.join(context.fallbacks)}")
-    return text
-
-
-def _wrong_variables(context: Context) -> Iterator[CppmegaError]:
     pages = context.session.pages.values()
     judged_elsewhere = {*decisions.breaking_variables(), *env.OF_ONE_RUN}
     rest = {n: v for n, v in context.environ.items() if n not in judged_elsewhere}
@@ -60,3 +51,8 @@ def _wrong_variables(context: Context) -> Iterator[CppmegaError]:
             "ranks that do not exist.",
             f"unset {' '.join(left)}",
         )
+    set_ = sorted(name for name in context.environ if name.startswith(env.PREFIX))
+    text = ", ".join(f"{name}={context.environ[name]}" for name in set_) or "none is set"
+    if context.fallbacks:
+        return Remark(f"{text}; declined calls are allowed: {', '.join(context.fallbacks)}")
+    return text
