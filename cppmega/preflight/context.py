@@ -1,8 +1,9 @@
 """The context of the preflight checks: one launch, before it happens.
 
 A check is one file of `cppmega/preflight/checks/`: a docstring that states what must hold, `AFTER`
-(the checks that must hold before it can answer, if any) and `check(context)`, which returns a line
-of detail, yields or raises the errors that must stop the launch, or raises `NotApplicable`.
+(the checks that must hold before it can answer, if any), `APART` (its errors that keep no other
+check from answering, if any) and `check(context)`, which returns a line of detail, yields or raises
+the errors that must stop the launch, or raises `NotApplicable` or `NotRun`.
 """
 
 from __future__ import annotations
@@ -82,6 +83,8 @@ class Context:
     """Whether the line is only read, so that nothing need be applied yet."""
     deep: bool = False
     """Also compare every kernel with its reference: minutes instead of seconds."""
+    unsound: set[str] = field(default_factory=set)
+    """The checks so far that do not hold, so that what depends on them cannot be asked."""
 
     @cached_property
     def accepted(self) -> Mapping[str, str]:

@@ -1,7 +1,8 @@
 """Run every check on a launch, before anything is started.
 
 Checks run in order, and each reports its name before it starts. A check whose prerequisite failed
-is `not-run`, which is not a pass.
+is `not-run`, which is not a pass. A prerequisite with no errors but those in its `APART` holds for
+the checks after it.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def examine(context: Context, progress: Progress | None = None) -> Preflight:
         progress: called with a check's name before it starts.
     """
     findings: list[Finding] = []
-    unsound: set[str] = set()
+    unsound = context.unsound
     skipped = context.configuration.skip_checks
     for name in skipped:
         if name not in ORDER:
@@ -86,7 +87,8 @@ def examine(context: Context, progress: Progress | None = None) -> Preflight:
             progress(name)
         answered = answers(name, context)
         findings += answered
-        if any(finding.state == "failed" for finding in answered):
+        apart = getattr(module, "APART", ())
+        if any(one.state == "not-run" or one.name not in ("", *apart) for one in answered):
             unsound.add(name)
     if "one_root" in unsound:
         return Preflight(tuple(findings), None, "")
@@ -108,7 +110,7 @@ def answers(name: str, context: Context) -> list[Finding]:
                 detail = part
     except NotApplicable as reason:
         if not problems:
-            return [Finding(name, "not-applicable", what=str(reason))]
+            return [Finding(name, reason.state, what=str(reason))]
     except CppmegaError as error:
         problems.append(error)
     if problems:

@@ -14,6 +14,14 @@ CheckState = Literal["ok", "failed", "not-applicable", "not-run"]
 class NotApplicable(Exception):  # noqa: N818  (an answer, not an error)
     """There is nothing to check; the message states the reason."""
 
+    state: CheckState = "not-applicable"
+
+
+class NotRun(NotApplicable):
+    """Part of a check waits for another check, which the message names; the rest of it holds."""
+
+    state = "not-run"
+
 
 Problems = Generator[CppmegaError, None, str]
 """The answer of a check that may find several problems: it yields each, so that the user sees all

@@ -379,6 +379,11 @@ def test_proofs(lab: Lab) -> None:
     assert "it returned 3" in found and "it passes on stock" in found
     proved(lab, digest="of another overlay")
     refuses("proofs", "proof-stale", launch(root=lab.root))
+    broken = launch(root=lab.root, unsound={"imported_process"})
+    refuses("proofs", "proof-stale", broken)
+    proved(lab)
+    (waiting,) = preflight.answers("proofs", launch(root=lab.root, unsound={"imported_process"}))
+    assert waiting.state == "not-run" and waiting.what == "imported_process does not hold"
 
 
 def test_a_failed_proof_that_passes_now(lab: Lab) -> None:

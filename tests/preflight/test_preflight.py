@@ -22,7 +22,7 @@ from cppmega.host.configuration import Configuration
 from cppmega.preflight import checks
 from cppmega.preflight import examine as preflight
 from cppmega.preflight.context import Context
-from cppmega.preflight.findings import Finding, NotApplicable, Problems, Remark
+from cppmega.preflight.findings import Finding, NotApplicable, NotRun, Problems, Remark
 from cppmega.recipe.run_options import RunOptions
 from tests.preflight.contexts import launch
 from tests.support import PATIENCE, REPOSITORY, patched, shown
@@ -67,7 +67,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
                 raise answer
             return str(answer)
 
-        return SimpleNamespace(AFTER=("a",) if name == "b" else (), check=check)
+        apart = ("some-remark",)
+        return SimpleNamespace(AFTER=("a",) if name == "b" else (), APART=apart, check=check)
 
     monkeypatch.setattr(preflight, "ORDER", ("a", "b", "c"))
     monkeypatch.setattr(preflight.importlib, "import_module", module)
@@ -88,6 +89,15 @@ def test_a_check_whose_prerequisite_failed_is_not_run(made: dict[str, object]) -
     assert states(context, said) == (False, expected)
     assert said == ["a", "c"], "what is not run is not announced"
     assert preflight.examine(context).failures[0].error.render() == WRONG.render()
+
+
+def test_an_error_apart_hides_no_answer(made: dict[str, object]) -> None:
+    context = launch(root=patched("0.19.2"))
+    made |= {"a": [CppmegaError("some-remark", "a", "b", "c")], "b": [WRONG]}
+    made["c"] = NotRun("d does not hold")
+    expected = ["a failed some-remark", "b failed some-error", "c not-run"]
+    assert states(context) == (False, expected)
+    assert context.unsound == {"b", "c"}
 
 
 def test_what_the_configuration_skips_is_remarked_and_not_run(made: dict[str, object]) -> None:

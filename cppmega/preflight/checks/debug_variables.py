@@ -11,6 +11,8 @@ from cppmega.host import allocator
 from cppmega.preflight.context import Context
 from cppmega.preflight.findings import Problems
 
+APART: tuple[str, ...] = ("allocator-differs",)
+
 _OFF = ("", "0", "false", "off", "no")
 _LEFT = {
     "PYTHONOPTIMIZE": "Megatron checks its arguments with assert, which Python then leaves out",

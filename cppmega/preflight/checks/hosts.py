@@ -10,6 +10,8 @@ from cppmega.preflight.context import Context
 from cppmega.preflight.findings import NotApplicable, Problems, Remark
 from cppmega.training.requirements import Start
 
+APART: tuple[str, ...] = ("wrong-world-size", "host-name-unknown")
+
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 

@@ -13,6 +13,7 @@ from cppmega.preflight.findings import Problems
 from cppmega.tree.installed import sha256
 
 AFTER: tuple[str, ...] = ("one_root", "receipt_whole")
+APART: tuple[str, ...] = ("stale-bytecode",)
 
 
 def check(context: Context) -> Problems:

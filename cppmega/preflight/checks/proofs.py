@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from cppmega.errors import CppmegaError
 from cppmega.overlay.verdict import DONE, Verdict
 from cppmega.preflight.context import Context
-from cppmega.preflight.findings import Problems, Remark
+from cppmega.preflight.findings import NotRun, Problems, Remark
 from cppmega.proof import verify
 
-AFTER: tuple[str, ...] = (
-    *("one_root", "receipt_whole", "patched_files", "patches"),
-    *("variables", "debug_variables", "hosts", "limits", "imported_process"),
-)
+AFTER: tuple[str, ...] = ("one_root", "receipt_whole", "patched_files", "patches")
+_TO_RUN = ("variables", "debug_variables", "hosts", "limits", "imported_process")
+"""What must hold before a proof can run here; the receipt is read without."""
 _USELESS = "The patch is in the file and does not do what it promises."
 
 
@@ -26,7 +25,15 @@ def check(context: Context) -> Problems:
 
     Yields:
         `proof-failed`, `proof-stale`, `proof-missing`.
+
+    Raises:
+        NotRun: proofs cannot run here before another check holds.
     """
+    done = [v for v in context.plan.verdicts.values() if v.state in DONE]
+    yield from _lacking(context, done)
+    waits = [name for name in _TO_RUN if name in context.unsound]
+    if waits:
+        raise NotRun(f"{waits[0]} does not hold")
     runs = verify.live(context.session, context.plan)
     unable = [name for name, run in runs.items() if run.result == "unable"]
     broken = [name for name, run in runs.items() if run.result not in ("passed", "unable")]
@@ -37,7 +44,6 @@ def check(context: Context) -> Problems:
             _USELESS,
             f"cppmega verify {name}",
         )
-    done = [v for v in context.plan.verdicts.values() if v.state in DONE]
     failed = [v.name for v in done if v.proof == "failed" and v.name not in broken]
     proved = verify.verify(context.session, failed, store=False) if failed else ()
     for one in proved:
@@ -49,21 +55,23 @@ def check(context: Context) -> Problems:
                 _USELESS,
                 f"cppmega verify {one.name}",
             )
-    yield from _lacking(context, done)
     passes = [one.name for one in proved if one.proof == "passed"]
     passed = sum(v.proof == "passed" for v in done) + len(passes)
-    parts = [f"{len(runs) - len(unable)} proofs pass"]
+    parts = [f"{len(runs) - len(unable)} proofs pass on the code that would train"]
     if unable:
         told = "; ".join(f"{name}: {runs[name].detail}" for name in unable)
-        parts[0] += f", and {len(unable)} cannot run with what is installed here ({told})"
-    parts.append(f"{passed} of {len(done)} applied patches are proved")
+        parts.append(f"{len(unable)} cannot run with what is installed here ({told})")
+    parts.append(
+        f"cppmega verify, which runs them on stock and on mutants, too, has proved {passed} of "
+        f"{len(done)} applied patches"
+    )
     if passes:
         parts.append(
             f"the last cppmega verify of {' '.join(passes)} failed, and now it passes: "
             f"cppmega verify {' '.join(passes)} stores that"
         )
     elif passed < len(done):
-        parts.append("cppmega verify proves the others, as far as this machine can")
+        parts.append("it proves the others, as far as this machine can")
     return Remark("; ".join(parts)) if unable or passes or passed < len(done) else "; ".join(parts)
 
 
