@@ -26,6 +26,8 @@ FOR_KERNELS = (
 """What a server imports whose forks interpret Triton's kernels; few of them import Megatron. Torch
 imports its compiler, which takes as long as torch, when an operation of ours is first called."""
 INTERPRETS = "TRITON_INTERPRET"
+GLOO = "tests.forking.gloo"
+"""Imported by all servers, for ranks that are forks."""
 LIFE = "life"
 """A pipe that the process of the session holds open, and with it the servers."""
 
@@ -60,7 +62,10 @@ def _client_of_new_server(interprets: bool, scratch: Path) -> Path:
         atexit.register(live(scratch))
     with (scratch / LIFE).open("rb") as life:
         server = fork_server.ForkServer(
-            (*modules, fork_server.HUGE_PAGES), environment, scratch / "__pycache__", life.fileno()
+            (*modules, GLOO, fork_server.HUGE_PAGES),
+            environment,
+            scratch / "__pycache__",
+            life.fileno(),
         )
     assert server.ready
     child = server._process  # may outlive this process, which neither reads from it nor waits

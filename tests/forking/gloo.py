@@ -1,0 +1,32 @@
+"""Imported by a fork server: one device of gloo for all groups of a process.
+
+Torch gives each group a device of its own, whose thread wakes a hundred times a second. Megatron
+makes twenty groups for a layout, so that ranks which wait for each other kept a core busy.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+from torch.distributed import ProcessGroupGloo
+
+_init = ProcessGroupGloo.__init__
+
+
+@cache
+def _device() -> ProcessGroupGloo.Device:
+    """Made by the first group, after the fork: a thread does not survive one."""
+    return ProcessGroupGloo.create_default_device()
+
+
+def _with_one_device(
+    self: ProcessGroupGloo, store: Any, rank: int, size: int, timeout: timedelta
+) -> None:
+    options = ProcessGroupGloo._Options()
+    options._devices, options._timeout = [_device()], timeout
+    _init(self, store, rank, size, options)
+
+
+ProcessGroupGloo.__init__ = _with_one_device  # type: ignore[method-assign]
