@@ -78,13 +78,8 @@ def record_sizes(family: str) -> None:
     os.environ |= {memory_record.RECOMPILE: "1", memory_record.SPILLS: "1"}
     _ask(family)
     sizes = json.loads(SIZES.read_text()) if SIZES.exists() else {}
-    found = sizes.get(triton.__version__, {}) if family else {}  # beside those of the others
-    for what, archs in {
-        "shared": memory_record.largest(),
-        "spills": memory_record.spills(),
-    }.items():
-        for arch, of_arch in archs.items():
-            found.setdefault(what, {}).setdefault(arch, {}).update(of_arch)
+    asked = {"shared": memory_record.largest(), "spills": memory_record.spills()}
+    found = memory_record.beside(sizes.get(triton.__version__, {}), asked, family)
     _write(SIZES, {**sizes, triton.__version__: found})
 
 

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 Record = dict[str, dict[str, int]]
 """Bytes of shared memory by architecture and key."""
@@ -124,6 +125,29 @@ def spills() -> dict[str, dict[str, list[int]]]:
         if "." in name:
             of_arch = found.setdefault(arch, {})
             of_arch[name] = max(spill, of_arch.get(name, spill))
+    return found
+
+
+def beside(recorded: dict[str, Any], asked: dict[str, Any], family: str) -> dict[str, Any]:
+    """What a family's tests have found, with what is recorded of the kernels of others.
+
+    A kernel that several families launch keeps the most that it took in the launches of any.
+
+    Args:
+        recorded: `largest` and `spills` of all families, by what they are.
+        asked: those of this one.
+        family: its name; if it is empty, all were asked, and nothing else is kept.
+    """
+    if not family:
+        return asked
+    found: dict[str, Any] = {}
+    for what in recorded.keys() | asked.keys():
+        before, now = recorded.get(what, {}), asked.get(what, {})
+        for arch in before.keys() | now.keys():
+            old, new = before.get(arch, {}), now.get(arch, {})
+            shared = {name for name in old.keys() & new if not name.startswith(f"{family}.")}
+            most = {name: max(old[name], new[name]) for name in shared}
+            found.setdefault(what, {})[arch] = {**old, **new, **most}
     return found
 
 

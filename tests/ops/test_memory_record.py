@@ -183,3 +183,21 @@ def test_some_of_every_architecture_are_compiled_in_every_run() -> None:
     recorded = json.loads(memory_record.FILE.read_text())
     assert recorded.keys() == {str(arch) for arch in LIMITS}
     assert all(len(found) > memory_record.SAMPLED for found in recorded.values())
+
+
+def test_a_kernel_of_two_families_keeps_its_maximum() -> None:
+    recorded = {"shared": {"90": {"common.bits": 8, "mhc.own": 4}}, "spills": {}}
+    asked = {
+        "shared": {"90": {"common.bits": 2, "dsa.own": 1}},
+        "spills": {"90": {"dsa.own": [0, 9]}},
+    }
+    found = memory_record.beside(recorded, asked, "dsa")
+    assert found["shared"] == {"90": {"common.bits": 8, "mhc.own": 4, "dsa.own": 1}}
+    assert found["spills"] == asked["spills"]
+
+
+def test_its_own_kernels_are_recorded_anew() -> None:
+    recorded = {"spills": {"90": {"dsa.own": [64, 255]}}}
+    asked = {"spills": {"90": {"dsa.own": [0, 128]}}}
+    assert memory_record.beside(recorded, asked, "dsa") == asked
+    assert memory_record.beside(recorded, asked, "") == asked
