@@ -104,7 +104,19 @@ def _with_bits(access: Any, place: int) -> Any:
     return checked
 
 
-if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+
+
+def _validated(self: Any) -> None:
+    """The checks of a descriptor from Triton 3.6 on; 3.4 takes strides in elements for bytes."""
+    size = self.base.dtype.element_ty.primitive_bitwidth // 8
+    assert self.base.data.item() % 16 == 0 and self.strides[-1].data.item() == 1
+    assert all(stride.data.item() * size % 16 == 0 for stride in self.strides[:-1])
+
+
+if (3, 4) <= VERSION < (3, 6):
+    interpreter.TensorDescHandle.validate = _validated
+if VERSION >= (3, 9):
     _masked = {"create_masked_load": 1, "create_masked_store": 2, "create_atomic_rmw": 3}
     for _name, _place in _masked.items():
         _access = getattr(interpreter.InterpreterBuilder, _name)

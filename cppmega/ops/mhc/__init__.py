@@ -88,8 +88,10 @@ def _device_obstacle(name: str) -> str | None:
     """Why no kernel runs on a device; torch.compile evaluates this once, without tracing it."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    import triton  # noqa: F401  # which `interpreted` asks
+    import triton  # which `interpreted` asks
 
+    if importlib.util.find_spec("triton.tools.tensor_descriptor") is None:
+        return f"Triton {triton.__version__} has no descriptors of tensors, which 3.4 has"
     device = torch.device(name)
     if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
         return f"the streams are on {device.type}"

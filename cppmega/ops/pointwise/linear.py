@@ -89,6 +89,8 @@ def _weight_gradient(
 
 
 def _padded(weight: Tensor, added: int) -> Tensor:
+    if not weight.numel():  # which `pad` refuses up to torch 2.8
+        return weight.new_zeros(len(weight) + added, weight.size(1))
     return pad(weight, (0, 0, 0, added)) if added else weight
 
 

@@ -19,6 +19,7 @@ from triton.runtime import KernelInterface
 
 import cppmega
 from cppmega.ops.common import launch as launch_device
+from tests.ops import gluon
 
 
 class FakeTensor:
@@ -60,7 +61,12 @@ def kernels() -> dict[str, Any]:
     for module in pkgutil.walk_packages(cppmega.__path__, "cppmega."):
         if "ops" not in module.name:
             continue
-        loaded = importlib.import_module(module.name)
+        try:
+            loaded = importlib.import_module(module.name)
+        except ImportError:
+            if gluon.PRESENT:
+                raise
+            continue
         for node in ast.walk(ast.parse(getsource(loaded))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
                 name = ast.unparse(node.func.value)
@@ -79,7 +85,7 @@ def launched(kernel: Any, current: list[int], *arguments: Any, **named: Any) -> 
         seen.append((current[-1], enable_fp_fusion))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel, "run", run)
+        patch.setattr(kernel, "run", run, raising=False)
         kernel[(1,)](*arguments, **named)
     assert current == [0]
     return seen[0]

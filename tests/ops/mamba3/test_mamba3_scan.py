@@ -8,7 +8,8 @@ torch = pytest.importorskip("torch")
 
 from cppmega.ops import mamba3  # noqa: E402
 from cppmega.ops.common.device import Gpu  # noqa: E402
-from cppmega.ops.mamba3 import Inputs, autograd, external, operands, scan, scan_hopper  # noqa: E402
+from cppmega.ops.mamba3 import Inputs, autograd, external, operands, scan  # noqa: E402
+from tests.ops import gluon  # noqa: E402
 from tests.ops.in_interpreter import run  # noqa: E402
 from tests.ops.kernel_memory import LIMITS, record, shared_memory  # noqa: E402
 from tests.ops.mamba3.checks import Shape, drawn  # noqa: E402
@@ -45,11 +46,11 @@ WHOLE = Shape(2, 64, 128, 8, 4, 128, 64)
 @pytest.mark.parametrize(
     ("shape", "arch", "programs"),
     [
-        (WHOLE, 90, 2),
+        pytest.param(WHOLE, 90, 2, marks=gluon.needed),
         (Shape(1, 64, 2, 2, 4, 256, 64), 90, 1),  # the largest states and the smallest
         (Shape(1, 64, 2, 2, 4, 32, 16), 90, 2),
-        (WHOLE._replace(rank=2), 90, 2),
-        (WHOLE._replace(rank=1), 90, 2),
+        pytest.param(WHOLE._replace(rank=2), 90, 2, marks=gluon.needed),
+        pytest.param(WHOLE._replace(rank=1), 90, 2, marks=gluon.needed),
         (WHOLE, 80, 1),
         (WHOLE, 100, 2),
         (WHOLE, 120, 1),
@@ -60,21 +61,25 @@ def test_programs_fit_a_multiprocessor(
 ) -> None:
     gpu = Gpu(divmod(arch, 10), LIMITS[arch] << 10)
     monkeypatch.setattr(scan, "gpu_of", lambda device: gpu)
-    launches = record(monkeypatch, [scan, scan_hopper])
+    hopper = (arch, shape.state, shape.width) == (90, 128, 64)
+    monkeypatch.setattr(scan, "on_hopper", lambda inputs: hopper)
+    launches = record(monkeypatch, [scan, *gluon.launching()])
     inputs, parameters = drawn(shape, torch.bfloat16)
     assert not scan.obstacle(inputs, parameters)
     made = operands.plain(inputs, parameters, "softplus")
     learned = autograd._of_scan(parameters, inputs)
     upstream = scan.forward(made, inputs, learned, None)
     scan.backward(made, inputs, learned, None, upstream)
-    assert len(launches) == (11 if scan.on_hopper(inputs) else 9)
+    assert len(launches) == (11 if hopper else 9)
     for kernel, arguments in launches:
         assert programs * shared_memory(kernel, arguments, arch) <= LIMITS[arch] << 10
 
 
+@gluon.needed
 def test_rows_at_odd_places_compile_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scan, "gpu_of", lambda device: Gpu((9, 0), LIMITS[90] << 10))
-    launches = record(monkeypatch, [scan, scan_hopper])
+    monkeypatch.setattr(scan, "on_hopper", lambda inputs: True)
+    launches = record(monkeypatch, [scan, *gluon.launching()])
     inputs, parameters = drawn(WHOLE, torch.bfloat16)
     x, z = (torch.nn.functional.pad(each.flatten(2), (0, 8)) for each in inputs[:2])
     apart = inputs._replace(
