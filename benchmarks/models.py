@@ -77,6 +77,7 @@ _GENERAL = (
     *("cross_entropy_fusion_linear", "grad_accumulation_without_apex"),
 )
 _EXPERTS = ("router_gating_backward", "te_permutation_calls")
+_MLA = ("mla_rope_kernel", "mla_query_key_kernel")
 _MTP = "mtp_loss_no_host_sync"
 _DSA = ("dsa_attention_kernels", "dsa_indexer_kernels", "dsa_indexer_prologue", "dsa_no_host_sync")
 MODELS: Mapping[str, Model] = {
@@ -95,7 +96,7 @@ MODELS: Mapping[str, Model] = {
         recomputed=(*_MOE, ("moe", "mla_up_proj", "mlp")),
         stock=(_NO_BIAS,),
         arguments=(_BIAS,),
-        pages=(*_GENERAL, *_EXPERTS, "mla_rope_kernel", _MTP),
+        pages=(*_GENERAL, *_EXPERTS, *_MLA, _MTP),
     ),
     "dsv32_h100_cut": Model(
         title="DeepSeek-V3.2",
@@ -115,7 +116,7 @@ MODELS: Mapping[str, Model] = {
         stock=(_NO_BIAS, "async_save=False"),
         arguments=(_BIAS,),
         needs=("own_mixers", "input_embeddings", "float16_keep_fp32"),
-        pages=(*_GENERAL, *_EXPERTS, "mla_rope_kernel", "dsa_no_host_sync", _MTP),
+        pages=(*_GENERAL, *_EXPERTS, *_MLA, "dsa_no_host_sync", _MTP),
     ),
 }
 _ACCUMULATES, _LINEAR = "gradient_accumulation_fusion", "cross_entropy_fusion_impl"

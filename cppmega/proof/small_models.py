@@ -239,6 +239,40 @@ def dsa_attention(**options: Any) -> Any:
     )
 
 
+def mla_attention(**options: Any) -> Any:
+    """The MLA of a layer with full attention: 4 heads, with parts of width 16, 8 and 12.
+
+    Its core attention is the identity.
+
+    Args:
+        options: fields of the configuration.
+    """
+    cpu_shims.init_distributed()
+    from megatron.core import tensor_parallel as tp
+    from megatron.core.transformer import identity_op
+    from megatron.core.transformer import multi_latent_attention as mla
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    options = {
+        **{"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "q_lora_rank": 16},
+        **{"kv_lora_rank": 16, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 12},
+        **{"add_bias_linear": False, "use_cpu_initialization": True, "rope_type": "rope"},
+    } | options
+    columns, unchanged = tp.ColumnParallelLinear, identity_op.IdentityOp
+    parts = mla.MLASelfAttentionSubmodules(
+        **dict.fromkeys(("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj"), columns),
+        **dict.fromkeys(("linear_kv_down_proj", "linear_kv_up_proj"), columns),
+        **dict.fromkeys(("core_attention", "q_layernorm", "kv_layernorm"), unchanged),
+        linear_proj=tp.RowParallelLinear,
+    )
+    torch.manual_seed(0)
+    with mock.patch.object(mla, "HAVE_TE", False):  # without the package, 0.16 has mocks of classes
+        return mla.MLASelfAttention(
+            MLATransformerConfig(**options), parts, 1, attn_mask_type=AttnMaskType.causal
+        )
+
+
 def dsa_index_inputs(indexer: Any, hidden: Any, latent: Any, packed: Any = None) -> Any:
     """The queries, keys and head weights of a DSAIndexer's scores, in any release."""
     if hasattr(indexer, "forward_before_topk"):

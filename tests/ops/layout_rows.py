@@ -26,7 +26,13 @@ from cppmega.ops.linear_cross_entropy import kernels_triton as linear_ce_triton
 from cppmega.ops.linear_cross_entropy import naive as linear_ce_reference
 from cppmega.ops.mamba3 import autograd as mamba3_scan_autograd
 from cppmega.ops.mamba3.naive import Inputs, Parameters
-from cppmega.ops.pointwise import dsa_indexer_prologue, hadamard_triton, rope, router_gating
+from cppmega.ops.pointwise import (
+    dsa_indexer_prologue,
+    hadamard_triton,
+    mla_heads,
+    rope,
+    router_gating,
+)
 from cppmega.ops.pointwise.grouped_linear import grouped_linear
 from cppmega.ops.pointwise.linear import linear, padded_linear
 from cppmega.ops.pointwise.split_columns import split_columns
@@ -266,6 +272,10 @@ def _rotated(t: Tensor, angles: Tensor) -> Tensor:
     return rope.rotated(t, angles.detach())
 
 
+def _heads(q: Tensor, kv: Tensor, k_pos: Tensor, angles: Tensor) -> Any:
+    return mla_heads.query_key_value(q, kv, k_pos, angles.detach())
+
+
 def _transformed(x: Tensor) -> Tensor:
     from cppmega.ops.pointwise.hadamard import walsh_hadamard
 
@@ -332,6 +342,14 @@ ROWS: dict[str, Row] = {
     "rope": Row(
         ("rope.rotated",), {**SB, "h": 2}, ("s", "b", "h"),
         lambda draw, s, b, h: {"t": draw(s, b, h, 6), "angles": draw.fp32(s, 1, 1, 4)}, _rotated,
+    ),
+    "mla_heads": Row(
+        ("mla_heads.query_key_value",), {**SB, "h": 2}, ("s", "b", "h"),
+        lambda draw, s, b, h: {
+            "q": draw(s, b, h, 9), "kv": draw(s, b, h, 8), "k_pos": draw(s, b, 1, 6),
+            "angles": draw.fp32(s, 1, 1, 4),
+        },
+        _heads,
     ),
     "router_gating": Row(
         ("router_gating.gradients",), {"tokens": 5, "experts": 3}, ("tokens", "experts"),

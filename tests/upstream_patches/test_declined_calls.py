@@ -77,6 +77,11 @@ with stand_ins.on_gpu("pointwise.weighted_gelu_triton"):
 """,
     "linear_ce_gpt_head": "with_own_loss(linear_ce.gpt())",
     "linear_ce_hybrid_head": "with_own_loss(linear_ce.hybrid())",
+    "mla_query_key_kernel": """
+with stand_ins.on_gpu("pointwise.mla_heads_triton"):
+    mla = small_models.mla_attention().double()
+    mla.get_query_key_value_tensors(torch.randn(5, 2, 32).double())
+""",
     "mla_rope_kernel": """
 t, angles = torch.randn(3, 2, 2, 8).double(), torch.randn(3, 1, 1, 6)
 with stand_ins.on_gpu("pointwise.rope_triton"):

@@ -99,21 +99,13 @@ def verify() -> None:
     from megatron.core.models.common.embeddings import rope_utils
 
     from cppmega.calls import allowing
-    from cppmega.ops.pointwise import rope_naive as rope_reference
     from cppmega.proof import stand_ins
 
-    warnings.simplefilter("ignore")  # of calls that the kernel does not support
-    launched = []
+    from ._rotation import rotating
 
-    def rotate(given, cos, sin, out, adjacent, gathered, scale, backward):  # type: ignore[no-untyped-def]
-        assert given.stride(-1) == 1 and out.is_contiguous()
-        launched.append("backward" if backward else "forward")
-        with torch.enable_grad():
-            turned = given.detach().requires_grad_()
-            result = rope_reference.rotated(
-                turned, torch.atan2(sin, cos), adjacent, gathered, scale
-            )
-        out.copy_(torch.autograd.grad(result, turned, given)[0] if backward else result)
+    warnings.simplefilter("ignore")  # of calls that the kernel does not support
+    launched: list[str] = []
+    rotate = rotating(launched)
 
     def embedded(t, *how):  # type: ignore[no-untyped-def]
         leaf = t.detach().requires_grad_()

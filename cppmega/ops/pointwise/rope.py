@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cppmega.ops.common.device import contiguous_rows
 from cppmega.ops.common.dispatch import has_triton
 from cppmega.ops.common.once_differentiable import once_differentiable
 
@@ -33,7 +34,12 @@ def obstacle(t: Tensor, angles: Tensor, adjacent: bool, gathered: bool) -> str |
 
 
 def rotated(
-    t: Tensor, angles: Tensor, adjacent: bool = False, gathered: bool = False, scale: float = 1.0
+    t: Tensor,
+    angles: Tensor,
+    adjacent: bool = False,
+    gathered: bool = False,
+    scale: float = 1.0,
+    start: int = 0,
 ) -> Tensor:
     """Compute `rope_naive.rotated` with the kernel.
 
@@ -43,27 +49,34 @@ def rotated(
         adjacent: columns 2i and 2i + 1 are a pair, not i and i + r / 2.
         gathered: the even columns of t precede the odd ones before columns are paired.
         scale: factor of cos and sin.
+        start: the first column that is rotated.
 
     Returns:
         `[s, b, heads, d]` in the type of t, contiguous.
     """
-    out: Tensor = _Rotated.apply(t, angles, adjacent, gathered, scale)
+    out: Tensor = _Rotated.apply(t, angles, adjacent, gathered, scale, start)
     return out
 
 
 class _Rotated(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, t: Tensor, angles: Tensor, adjacent: bool, gathered: bool, scale: float
+        ctx: Any,
+        t: Tensor,
+        angles: Tensor,
+        adjacent: bool,
+        gathered: bool,
+        scale: float,
+        start: int,
     ) -> Tensor:
         from cppmega.ops.pointwise import rope_triton as kernels
 
         angles = angles.contiguous()  # cos and sin keep the layout
         cos, sin = torch.cos(angles), torch.sin(angles)
         ctx.save_for_backward(cos, sin)
-        ctx.how = adjacent, gathered, scale
+        ctx.how = adjacent, gathered, scale, start
         out = torch.empty(t.shape, dtype=t.dtype, device=t.device)
-        kernels.rotate(_rows(t), cos, sin, out, adjacent, gathered, scale, False)
+        kernels.rotate(contiguous_rows(t), cos, sin, out, *ctx.how, False)
         return out
 
     @staticmethod
@@ -73,9 +86,5 @@ class _Rotated(torch.autograd.Function):
 
         cos, sin = ctx.saved_tensors
         out = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
-        kernels.rotate(_rows(gradient), cos, sin, out, *ctx.how, True)
-        return out, None, None, None, None
-
-
-def _rows(t: Tensor) -> Tensor:
-    return t if t.stride(-1) == 1 else t.contiguous()
+        kernels.rotate(contiguous_rows(gradient), cos, sin, out, *ctx.how, True)
+        return out, None, None, None, None, None

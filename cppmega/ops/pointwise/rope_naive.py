@@ -11,22 +11,28 @@ from torch import Tensor
 
 
 def rotated(
-    t: Tensor, angles: Tensor, adjacent: bool = False, gathered: bool = False, scale: float = 1.0
+    t: Tensor,
+    angles: Tensor,
+    adjacent: bool = False,
+    gathered: bool = False,
+    scale: float = 1.0,
+    start: int = 0,
 ) -> Tensor:
     """The embedding, with gradients by autograd.
 
     Args:
         t: `[s, b, heads, d]`.
-        angles: `[s, 1, 1, r]`, one per column of the first r, which are rotated.
+        angles: `[s, 1, 1, r]`, one per column of the r that are rotated.
         adjacent: columns 2i and 2i + 1 are a pair, not i and i + r / 2.
-        gathered: the even columns of t precede the odd ones before columns are paired.
+        gathered: the even ones of these columns precede the odd ones before they are paired.
         scale: factor of cos and sin.
+        start: the first column that is rotated.
 
     Returns:
         `[s, b, heads, d]` in the type of t.
     """
     width = angles.size(-1)
-    turned, kept = t[..., :width], t[..., width:]
+    before, turned, after = t.split((start, width, t.size(-1) - start - width), -1)
     if gathered:
         turned = torch.cat((turned[..., 0::2], turned[..., 1::2]), -1)
     if adjacent:
@@ -36,4 +42,4 @@ def rotated(
         first, second = turned.chunk(2, -1)
         across = torch.cat((-second, first), -1)
     cos, sin = ((function(angles) * scale).to(t.dtype) for function in (torch.cos, torch.sin))
-    return torch.cat((turned * cos + across * sin, kept), -1)
+    return torch.cat((before, turned * cos + across * sin, after), -1)

@@ -1,8 +1,9 @@
 """`rope_naive.rotated` and its gradient, with the same roundings.
 
-Grid: blocks of rows, one row per token and head. A program holds about 2,048 pairs of columns in
-registers. It reads and writes each element once; the cos and sin of a token are read once per head,
-from cache. The gradient rotates pairs backwards and stores them to the columns they came from.
+Grid: blocks of tokens x blocks of heads. A program holds about `ELEMENTS` columns in registers,
+reads and writes each once, in whole rows, and reads the cos and sin of a token once for its heads.
+The gradient rotates pairs backwards and stores them to the columns they came from. Neighbouring
+columns of pairs are read and written together, and separated in registers.
 
 Memory bandwidth limits it: each element takes two products and a sum.
 """
@@ -16,53 +17,86 @@ from torch import Tensor
 
 from cppmega.ops.common.launch import on_its_device
 
-ELEMENTS = 2048
-"""Approximate number of pairs that a program rotates."""
+ELEMENTS = 4096
+"""Approximate number of columns, over all rows, that a program moves."""
+
+
+def padded(columns: int) -> int:
+    """The least power of two that is not below a number of columns."""
+    return int(triton.next_power_of_2(max(columns, 1)))
+
+
+def tile(heads: int, columns: int) -> tuple[int, int]:
+    """How many tokens and heads a program has, of rows with so many columns."""
+    rows = max(1, ELEMENTS // padded(columns))
+    at_a_time = min(rows, padded(heads))
+    return rows // at_a_time, at_a_time
+
+
+@triton.jit
+def copy_columns(source, target, inside, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Copy the first WIDTH columns of rows, of which COLUMNS is the padded number."""
+    if WIDTH > 0:
+        column = tl.arange(0, COLUMNS)[None, None, :]
+        mask = inside & (column < WIDTH)
+        tl.store(target + column, tl.load(source + column, mask=mask, other=0.0), mask=mask)
 
 
 @on_its_device
 @triton.jit
 def _rotate_kernel(
-    x, cos, sin, out, rows, b, heads, given_s, given_b, given_h, scale,
-    D: tl.constexpr, WIDTH: tl.constexpr, ADJACENT: tl.constexpr, GATHERED: tl.constexpr,
-    BACKWARD: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, KEPT: tl.constexpr,
+    x, cos, sin, out, tokens, b, heads, given_s, given_b, given_h, scale,
+    D: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, ADJACENT: tl.constexpr,
+    GATHERED: tl.constexpr, BACKWARD: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    PAIRS: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = WIDTH // 2
     kind = out.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    s = row // (b * heads)
-    from_row = x + s * given_s + row // heads % b * given_b + row % heads * given_h
-    to_row = out + row * D
-    pair = tl.arange(0, PAIRS)
-    mask = (row < rows)[:, None] & (pair < HALF)[None, :]
-    # Columns of a pair in t, and in the result.
-    t_first = 2 * pair if ADJACENT or GATHERED else pair
-    t_second = t_first + 1 if ADJACENT or GATHERED else pair + HALF
-    r_first = 2 * pair if ADJACENT else pair
-    r_second = r_first + 1 if ADJACENT else pair + HALF
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    head = tl.program_id(1).to(tl.int64) * HEADS + tl.arange(0, HEADS)
+    inside = (token < tokens)[:, None, None] & (head < heads)[None, :, None]
+    s = token // b
+    from_token = s * given_s + token % b * given_b
+    from_row = x + from_token[:, None, None] + (head * given_h)[None, :, None]
+    to_row = out + (token[:, None, None] * heads + head[None, :, None]) * D
 
-    turn = s[:, None] * WIDTH
-    c_first = (tl.load(cos + turn + r_first[None, :], mask=mask, other=0.0) * scale).to(kind)
-    c_second = (tl.load(cos + turn + r_second[None, :], mask=mask, other=0.0) * scale).to(kind)
-    s_first = (tl.load(sin + turn + r_first[None, :], mask=mask, other=0.0) * scale).to(kind)
-    s_second = (tl.load(sin + turn + r_second[None, :], mask=mask, other=0.0) * scale).to(kind)
+    # Columns of a pair are neighbours in t, in the result, in both, or in neither.
+    from_pairs: tl.constexpr = ADJACENT or (GATHERED and not BACKWARD)
+    to_pairs: tl.constexpr = ADJACENT or (GATHERED and BACKWARD)
+    pair = tl.arange(0, PAIRS)[None, None, :]
+    turn = (s * WIDTH)[:, None, None] + (2 * pair if ADJACENT else pair)
+    other: tl.constexpr = 1 if ADJACENT else HALF
+    mask = (token < tokens)[:, None, None] & (pair < HALF)
+    c_first = (tl.load(cos + turn, mask=mask, other=0.0) * scale).to(kind)
+    c_second = (tl.load(cos + turn + other, mask=mask, other=0.0) * scale).to(kind)
+    s_first = (tl.load(sin + turn, mask=mask, other=0.0) * scale).to(kind)
+    s_second = (tl.load(sin + turn + other, mask=mask, other=0.0) * scale).to(kind)
     if BACKWARD:
-        x_first, x_second, y_first, y_second = r_first, r_second, t_first, t_second
         across_first, across_second = s_second, -s_first
     else:
-        x_first, x_second, y_first, y_second = t_first, t_second, r_first, r_second
         across_first, across_second = -s_first, s_second
-    first = tl.load(from_row[:, None] + x_first[None, :], mask=mask, other=0.0)
-    second = tl.load(from_row[:, None] + x_second[None, :], mask=mask, other=0.0)
-    y = _product(first, c_first, kind).to(tl.float32) + _product(second, across_first, kind)
-    tl.store(to_row[:, None] + y_first[None, :], y.to(kind), mask=mask)
-    y = _product(second, c_second, kind).to(tl.float32) + _product(first, across_second, kind)
-    tl.store(to_row[:, None] + y_second[None, :], y.to(kind), mask=mask)
-    if D > WIDTH:
-        column = WIDTH + tl.arange(0, KEPT)
-        mask_kept = (row < rows)[:, None] & (column < D)[None, :]
-        copied = tl.load(from_row[:, None] + column[None, :], mask=mask_kept, other=0.0)
-        tl.store(to_row[:, None] + column[None, :], copied, mask=mask_kept)
+
+    column = tl.arange(0, 2 * PAIRS)[None, None, :]
+    both = inside & (column < WIDTH)
+    half = inside & (pair < HALF)
+    if from_pairs:
+        whole = tl.load(from_row + START + column, mask=both, other=0.0)
+        first, second = tl.split(tl.reshape(whole, (TOKENS, HEADS, PAIRS, 2)))
+    else:
+        first = tl.load(from_row + START + pair, mask=half, other=0.0)
+        second = tl.load(from_row + START + HALF + pair, mask=half, other=0.0)
+    y_first = _product(first, c_first, kind) + _product(second, across_first, kind)
+    y_second = _product(second, c_second, kind) + _product(first, across_second, kind)
+    if to_pairs:
+        joined = tl.join(y_first.to(kind), y_second.to(kind))
+        whole = tl.reshape(joined, (TOKENS, HEADS, 2 * PAIRS))
+        tl.store(to_row + START + column, whole, mask=both)
+    else:
+        tl.store(to_row + START + pair, y_first.to(kind), mask=half)
+        tl.store(to_row + START + HALF + pair, y_second.to(kind), mask=half)
+    copy_columns(from_row, to_row, inside, START, BEFORE)
+    END: tl.constexpr = START + WIDTH
+    copy_columns(from_row + END, to_row + END, inside, D - END, AFTER)
 
 
 @triton.jit
@@ -80,6 +114,7 @@ def rotate(
     adjacent: bool,
     gathered: bool,
     scale: float,
+    start: int,
     backward: bool,
 ) -> None:
     """Rotate `given` into `out`, or the gradient of the result into that of what was rotated.
@@ -92,17 +127,18 @@ def rotate(
         adjacent: as in `rope_naive`.
         gathered: as in `rope_naive`.
         scale: as in `rope_naive`.
+        start: as in `rope_naive`.
         backward: whether `given` is a gradient.
     """
     s, b, heads, d = given.shape
     width = cos.size(-1)
-    pairs = triton.next_power_of_2(max(width // 2, 1))
-    at_a_time = max(1, ELEMENTS // pairs)
     if given.numel():
-        _rotate_kernel[(triton.cdiv(s * b * heads, at_a_time),)](
-            given, cos, sin, out, s * b * heads, b, heads, given.stride(0), given.stride(1),
-            given.stride(2), scale, D=d, WIDTH=width, ADJACENT=adjacent, GATHERED=gathered,
-            BACKWARD=backward, ROWS=at_a_time, PAIRS=pairs,
-            KEPT=triton.next_power_of_2(max(d - width, 1)), num_warps=4,
+        tokens, at_a_time = tile(heads, d)
+        _rotate_kernel[(triton.cdiv(s * b, tokens), triton.cdiv(heads, at_a_time))](
+            given, cos, sin, out, s * b, b, heads, given.stride(0), given.stride(1),
+            given.stride(2), scale, D=d, START=start, WIDTH=width, ADJACENT=adjacent,
+            GATHERED=gathered, BACKWARD=backward, TOKENS=tokens, HEADS=at_a_time,
+            PAIRS=padded(width // 2), BEFORE=padded(start), AFTER=padded(d - start - width),
+            num_warps=4,
             enable_fp_fusion=False,  # a product and the sum are rounded one after the other
         )  # fmt: skip

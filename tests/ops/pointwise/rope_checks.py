@@ -13,7 +13,9 @@ WAYS = ((False, False), (True, False), (False, True))
 """Adjacent, gathered."""
 
 
-def check(dtype: torch.dtype, s: int, b: int, heads: int, d: int, width: int, device: str) -> None:
+def check(
+    dtype: torch.dtype, s: int, b: int, heads: int, d: int, width: int, device: str, start: int = 0
+) -> None:
     """Results and gradients, of contiguous tensors and of parts of larger ones."""
     drawn = torch.Generator().manual_seed(s + d)
 
@@ -26,7 +28,7 @@ def check(dtype: torch.dtype, s: int, b: int, heads: int, d: int, width: int, de
         upstream = normal(b, s, heads, d).to(device, dtype).transpose(0, 1)
         found = []
         for function in (rope.rotated, rope_reference.rotated):
-            out = function(whole[..., 3:], angles, adjacent, gathered, scale)
+            out = function(whole[..., 3:], angles, adjacent, gathered, scale, start)
             found.append((out.detach(), *torch.autograd.grad(out, whole, upstream)))
         for mine, expected in zip(*found, strict=True):
             assert torch.equal(mine, expected), (dtype, adjacent, gathered, scale)

@@ -15,11 +15,14 @@ from tests.ops.pointwise import rope_checks
 
 CHECKS = """
 import torch
+from cppmega.ops.pointwise import rope_triton
 from tests.ops.pointwise import rope_checks
 
-for dtype in (torch.float16, torch.float32):  # the interpreter truncates to bf16
-    rope_checks.check(dtype, 5, 2, 3, 8, 8, "cpu")
-    rope_checks.check(dtype, 7, 1, 1, 13, 6, "cpu")
+for elements in (64, 8192):
+    rope_triton.ELEMENTS = elements
+    for dtype in (torch.float16, torch.float32):  # the interpreter truncates to bf16
+        rope_checks.check(dtype, 5, 2, 3, 8, 8, "cpu")
+        rope_checks.check(dtype, 7, 1, 1, 13, 6, "cpu", start=5)
 """
 
 
@@ -64,3 +67,4 @@ def test_the_kernel_compiles_for_every_gpu(monkeypatch: pytest.MonkeyPatch) -> N
 def test_it_is_megatrons_to_the_bit_on_cuda(dtype: torch.dtype) -> None:
     for s, b, heads, d, width in ((4096, 2, 32, 64, 64), (4096, 2, 1, 64, 64), (333, 3, 5, 96, 64)):
         rope_checks.check(dtype, s, b, heads, d, width, "cuda")
+    rope_checks.check(dtype, 333, 2, 5, 192, 64, "cuda", start=128)
