@@ -157,14 +157,14 @@ def _own_files(path: Path, edits: Iterable[Edit]) -> list[tuple[Path, bytes]]:
         for helper in edit.helpers:
             module = sys.modules.get(getattr(helper, "__module__", ""))
             files |= {Path(file) for file in [getattr(module, "__file__", None)] if file}
-    pending = [file for file in files if file.suffix == ".py"]
-    while pending:
-        file = pending.pop()
-        code = code_of(file.read_bytes())
-        further = {*_relative(file, code)} - files
-        files |= {*further, *_files_read_by(file, code)}
-        pending += further
-    return sorted(((file, file.read_bytes()) for file in files), key=lambda f: (f[0].name, f[1]))
+    read: dict[Path, bytes] = {}
+    while pending := files - read.keys():
+        for file in pending:
+            read[file] = file.read_bytes()
+            if file.suffix == ".py":
+                code = code_of(read[file])
+                files |= {*_relative(file, code), *_files_read_by(file, code)}
+    return sorted(read.items(), key=lambda f: (f[0].name, f[1]))
 
 
 def _relative(file: Path, code: Code) -> Iterator[Path]:

@@ -33,6 +33,8 @@ from cppmega.tree import installed
 
 PACKAGES = tuple(installed.PACKAGES.values())
 """The packages whose modules run in training."""
+_WATCHED_PACKAGES = frozenset((*PACKAGES, "cppmega"))
+_INSIDE = tuple(f"/{package}/" for package in PACKAGES)
 
 Kind = Literal["patched", "ours", "other"]
 """A patched file; a module of this package that patched text reaches; any other of Megatron."""
@@ -138,7 +140,7 @@ def in_question() -> list[tuple[str, Any]]:
 def _is_elsewhere(name: str, module: Any) -> bool:
     if type(module) is not types.ModuleType or name in WATCHED.own:
         return False
-    if name.partition(".")[0] in (*PACKAGES, "cppmega"):
+    if name.partition(".")[0] in _WATCHED_PACKAGES:
         return False
     names = vars(module)
     origin, file = getattr(names.get("__spec__"), "origin", None), names.get("__file__")
@@ -152,8 +154,9 @@ def installed_here() -> tuple[str, ...]:
 
 
 def _is_of_another_package(file: str) -> bool:
-    inside = any(f"/{package}/" in file for package in PACKAGES)
-    return file.startswith(installed_here()) and not inside and not is_patched(file)
+    if not file.startswith(installed_here()):
+        return False
+    return not any(part in file for part in _INSIDE) and not is_patched(file)
 
 
 def _executed(module: types.ModuleType) -> None:
@@ -223,7 +226,7 @@ def expect(owner: Any, name: str) -> None:
         if owner is one.module and name in one.pins:
             one.pins[name] = pin(value, functools.partial(_is_own, one))
             one.wrong = [change for change in one.wrong if change.path[0] != name]
-        elif isinstance(owner, type):
+        elif _is_own(one, owner):  # other modules record no part of it
             for pinned in _pins_of(one, owner):
                 pinned.parts[name] = pin(value, functools.partial(_is_own, one))
 
@@ -292,7 +295,7 @@ def _is_own(one: Record, value: Any) -> bool:
 
 
 def _pins_of(one: Record, owner: type) -> Iterator[Pin]:
-    """The pins of a class; a module that only imports it records no part of it."""
+    """The pins of a class in the record of its module."""
     pending, seen = [*one.pins.values()], set[int]()
     while pending:
         pinned = pending.pop()

@@ -20,6 +20,7 @@ MISSING: Any = object()
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...))
 _DESCRIPTORS = (staticmethod, classmethod, property, functools.cached_property)
 _PARTIALS = (functools.partial, functools.partialmethod)
+_FIXED = frozenset((*_PLAIN, *_DESCRIPTORS, *_PARTIALS, types.ModuleType, types.CodeType))
 
 
 @dataclass(slots=True, eq=False)
@@ -46,9 +47,8 @@ class Change:
 def is_fixed(value: Any) -> bool:
     """Whether a value can be compared: code and constants can, state cannot."""
     if type(value) is tuple:
-        return all(is_fixed(item) for item in value)
-    kinds = (*_PLAIN, *_DESCRIPTORS, *_PARTIALS, types.ModuleType, types.CodeType)
-    return type(value) in kinds or callable(value)
+        return all(map(is_fixed, value))
+    return type(value) in _FIXED or callable(value)
 
 
 def runs(value: Any) -> bool:

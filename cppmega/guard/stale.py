@@ -46,6 +46,7 @@ def references(item: Installed) -> list[str]:
     mine = 2 + (id(original) in parts)  # this variable and the argument of the call; `parts`
     if sys.getrefcount(original) <= known + mine:
         return []  # most often; the search takes a tenth of a second
+    gc.collect()  # garbage runs nothing
     holders = gc.get_referrers(original)
     known_here = {*parts, id(parts), id(holders)}
     texts = [_described(one, known_here) for one in holders if id(one) not in known_here]

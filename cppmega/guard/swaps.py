@@ -57,9 +57,9 @@ def arm(page: Page, edits: Iterable[Edit]) -> None:
                 "Modules that copied the name would keep the original.",
                 "start the script with `python -m cppmega.run SCRIPT`, and import nothing first",
             )
-        install = functools.partial(_install, page.name, edit)
+        import_hook.add(_HOOK)
         REGISTRY.armed[key] = edit
-        import_hook.add(Hook(functools.partial(_is_target, edit), after=install))
+        _targets.cache_clear()
 
 
 def on_replacement(listener: Callable[[Any, str], None]) -> None:
@@ -68,8 +68,24 @@ def on_replacement(listener: Callable[[Any, str], None]) -> None:
         REGISTRY.listeners.append(listener)
 
 
-def _is_target(edit: Edit, spec: ModuleSpec) -> bool:
-    return spec.name == module_name(edit.path) or _is_file_of(edit, spec.origin)
+@functools.cache
+def _targets() -> tuple[frozenset[str], tuple[str, ...]]:
+    """The modules that armed patches are for, by name, and the ends of their files' paths."""
+    paths = {edit.path for edit in REGISTRY.armed.values()}
+    return frozenset(map(module_name, paths)), tuple(f"/{path}" for path in paths)
+
+
+def _is_target(spec: ModuleSpec) -> bool:
+    names, ends = _targets()
+    return spec.name in names or (isinstance(spec.origin, str) and spec.origin.endswith(ends))
+
+
+def _install_all(module: types.ModuleType) -> None:
+    spec = module.__spec__
+    name, file = (spec.name, spec.origin) if spec is not None else (module.__name__, None)
+    for (page, _), edit in [*REGISTRY.armed.items()]:
+        if name == module_name(edit.path) or _is_file_of(edit, file):
+            _install(page, edit, module)
 
 
 def _is_file_of(edit: Edit, file: Any) -> bool:
@@ -111,7 +127,7 @@ def _is_in_place(item: Installed, now: Any) -> bool:
 def _unpatched_copies() -> Iterator[CppmegaError]:
     """Errors for modules that were executed from a target's file without the import system."""
     done = {(id(item.edit), id(item.module)) for item in REGISTRY.installed}
-    ends = tuple(f"/{edit.path}" for edit in REGISTRY.armed.values())
+    _, ends = _targets()
     for name, module in imports.in_question():
         file = getattr(module, "__dict__", {}).get("__file__")
         if not (isinstance(file, str) and file.endswith(ends)):
@@ -150,6 +166,9 @@ def _install(page: str, edit: Edit, module: types.ModuleType) -> None:
         listener(owner, name)
     del raw, original  # else this call holds it, and the heap has to be searched for others
     stale.refuse(item)
+
+
+_HOOK = Hook(_is_target, after=_install_all)
 
 
 def refuse_self_naming(original: type) -> None:

@@ -181,13 +181,9 @@ def _state() -> tuple[dict[str, str], list[str], list[str]]:
 def _restore(before: tuple[dict[str, str], list[str], list[str]]) -> str:
     """Undo changes to the environment and to Python's path; what was changed, or ""."""
     environment, path, arguments = before
-    changed = sorted(
-        name
-        for name in environment.keys() | os.environ.keys()
-        if environment.get(name) != os.environ.get(name)
-    )
-    said = []
-    if changed:
+    now, said = dict(os.environ), []
+    if now != environment:
+        changed = sorted({name for name, _ in now.items() ^ environment.items()})
         os.environ.clear()
         os.environ.update(environment)
         said.append(f"changes the environment ({', '.join(changed)})")

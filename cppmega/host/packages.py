@@ -7,9 +7,10 @@ import importlib.util
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from packaging.requirements import InvalidRequirement, Requirement
-from packaging.version import Version
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 NAMES = (
     *("torch", "transformer-engine", "triton", "tilelang", "liger-kernel", "mamba-ssm"),
@@ -70,6 +71,8 @@ def _cuda() -> str | None:
 
 def demands() -> Iterator[tuple[str, Requirement, str]]:
     """Yield each unmet requirement: the package, the requirement, and the version installed."""
+    from packaging.requirements import InvalidRequirement, Requirement  # a run starts without it
+
     for name in NAMES:
         for text in _requires(name):
             try:
@@ -88,6 +91,8 @@ def demands() -> Iterator[tuple[str, Requirement, str]]:
 
 def _of(text: str) -> str:
     """The release that a vendor's build is of: NGC's torch 2.6.0a0+nv25 counts as 2.6.0."""
+    from packaging.version import Version
+
     version = Version(text)
     return version.base_version if version.is_prerelease and version.local else text
 

@@ -9,8 +9,6 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import psutil
-
 from cppmega.host import env
 
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
@@ -54,6 +52,8 @@ def end_children() -> None:
     A child that has ended counts until it is waited for: its own children are inherited when it
     ends, and a list taken at that moment may show neither them nor it as alive.
     """
+    import psutil
+
     while below := psutil.Process().children():
         for child in below:
             send(child.pid, signal.SIGKILL)
@@ -117,9 +117,10 @@ def namespace() -> str:
 
 def ancestors(pid: int) -> list[int]:
     """The parent of a process, its parent, and so on."""
-    with contextlib.suppress(psutil.Error):
-        return [parent.pid for parent in psutil.Process(pid).parents()]
-    return []
+    above: list[int] = []
+    while (fields := _stat(above[-1] if above else pid)) and fields[1] != "0":
+        above.append(int(fields[1]))
+    return above
 
 
 def children(pid: int, *, recursive: bool = False) -> list[int]:
@@ -128,6 +129,8 @@ def children(pid: int, *, recursive: bool = False) -> list[int]:
     Args:
         recursive: include their children, and so on.
     """
+    import psutil
+
     with contextlib.suppress(psutil.Error):
         below = psutil.Process(pid).children(recursive)
         return sorted(child.pid for child in below if started(child.pid))
@@ -144,11 +147,15 @@ def session(pid: int) -> int | None:
 
 def of_session(leader: int) -> list[int]:
     """The living processes in the session of a leader, whether or not the leader itself lives."""
+    import psutil
+
     return [pid for pid in psutil.pids() if session(pid) == leader and started(pid)]
 
 
 def command(pid: int) -> list[str]:
     """The words that a process was started with; empty if it is gone."""
+    import psutil
+
     with contextlib.suppress(psutil.Error):
         words: list[str] = psutil.Process(pid).cmdline()
         return words
@@ -157,6 +164,8 @@ def command(pid: int) -> list[str]:
 
 def environment(pid: int) -> dict[str, str]:
     """The variables that a process was started with; empty if it is gone or another user's."""
+    import psutil
+
     with contextlib.suppress(psutil.Error):
         variables: dict[str, str] = psutil.Process(pid).environ()
         return variables

@@ -229,9 +229,10 @@ def _conflicts(
 ) -> dict[str, Verdict]:
     """Find pages that edit one symbol, or a class and its method, without a declared order."""
     verdicts: dict[str, Verdict] = {}
-    claims = [(name, edit) for name in order for edit in edits.get(name, ())]
-    for at, (name, edit) in enumerate(claims):
-        for other, theirs in claims[:at]:
+    claims: dict[str, list[tuple[str, Edit]]] = {}
+    for name, edit in [(one, edit) for one in order for edit in edits.get(one, ())]:
+        earlier = claims.setdefault(edit.path, [])
+        for other, theirs in earlier:
             if other == name or not _overlap(edit, theirs):
                 continue
             if comes_after(pages, name, other) ^ comes_after(pages, other, name):
@@ -242,12 +243,11 @@ def _conflicts(
                 kind = pages[page].patch.kind
                 verdict = Verdict(page, kind, "conflict", target, detail, next=command)
                 verdicts.setdefault(page, verdict)
+        earlier.append((name, edit))
     return verdicts
 
 
 def _overlap(a: Edit, b: Edit) -> bool:
-    if a.path != b.path:
-        return False
     outer, inner = sorted((a, b), key=lambda edit: len(edit.symbol))
     if outer.symbol == inner.symbol:
         return True

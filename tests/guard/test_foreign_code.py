@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import sys
@@ -249,3 +250,12 @@ def test_a_ledger_that_others_can_write_says_nothing(site: Site) -> None:
     assert pyc.Ledger(file.parent)._known
     file.chmod(0o666)
     assert not pyc.Ledger(file.parent)._known
+
+
+def test_an_import_searches_for_no_garbage(site: Site) -> None:
+    site.write(A, b"import gc\nVALUE = gc.isenabled()\n")
+    site.write(B, b"from megatron.core import a\nraise ImportError\n")
+    with pytest.raises(ImportError):
+        site.load()
+    assert gc.isenabled()
+    assert site.load("megatron.core.a")[0].VALUE is False and gc.isenabled()

@@ -253,6 +253,17 @@ def test_originals_held_by_nobody_need_no_search(run) -> None:
         """)
 
 
+def test_garbage_that_holds_an_original_runs_nothing(run) -> None:
+    run(
+        """
+        arm(CLASS)
+        import pkg.user
+        swaps.check()
+        """,
+        target=TARGET + "def leave():\n    kept = [Mixer]\n    kept.append(kept)\nleave()\n",
+    )
+
+
 def test_a_copy_made_in_a_circular_import_is_found(run) -> None:
     run(
         """
