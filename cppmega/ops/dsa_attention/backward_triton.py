@@ -30,8 +30,8 @@ from torch import Tensor
 
 from cppmega.ops.common.device import contiguous_rows
 from cppmega.ops.common.launch import on_its_device
-from cppmega.ops.common.tiles_triton import LOG2_E, padded, product
-from cppmega.ops.dsa_attention.forward_triton import WARPS, gathered, tiles_of
+from cppmega.ops.common.tiles_triton import LOG2_E, padded, product, rows_of
+from cppmega.ops.dsa_attention.forward_triton import WARPS, tiles_of
 from cppmega.ops.dsa_attention.order_triton import Order, bounds_of_row, place_of, visible
 from cppmega.ops.dsa_attention.problem import Absorbed, Attended
 
@@ -74,25 +74,25 @@ def _backward_kernel(
     key += b * k_batch
     q_ptr = query + row * q_row + b * q_batch
     offs_lse = (row * batch + b) * HEADS + offs_h
-    q_latent = gathered(q_ptr, offs_h, mask_h, q_head, V, V_PAD)
+    q_latent = rows_of(q_ptr, offs_h, q_head, mask_h, V, V_PAD)
     if R > 0:
-        q_rotary = gathered(q_ptr + V, offs_h, mask_h, q_head, R, R_PAD)
+        q_rotary = rows_of(q_ptr + V, offs_h, q_head, mask_h, R, R_PAD)
         dq_rotary = tl.zeros([R_PAD, BLOCK_H], tl.float32)
     dq_latent = tl.zeros([V_PAD, BLOCK_H], tl.float32)
-    do = gathered(do_ptr + row * g_row + b * g_batch, offs_h, mask_h, g_head, V, V_PAD)
+    do = rows_of(do_ptr + row * g_row + b * g_batch, offs_h, g_head, mask_h, V, V_PAD)
     lse_i = tl.load(lse + offs_lse, mask=mask_h, other=float("inf"))
-    o = gathered(out, offs_lse, mask_h, V, V, V_PAD).to(tl.float32)
-    o += gathered(rest, offs_lse, mask_h, V, V, V_PAD).to(tl.float32)
+    o = rows_of(out, offs_lse, V, mask_h, V, V_PAD).to(tl.float32)
+    o += rows_of(rest, offs_lse, V, mask_h, V, V_PAD).to(tl.float32)
     delta = tl.sum(o * do.to(tl.float32), axis=1)
     for first_slot in range(0, topk, BLOCK_N):
         key_n = tl.load(
             row_indices + first_slot + offs_n, mask=first_slot + offs_n < topk, other=-1
         ).to(tl.int32)
         mask_n = visible(key_n, start, end)
-        k_latent = gathered(key, key_n, mask_n, k_row, V, V_PAD)
+        k_latent = rows_of(key, key_n, k_row, mask_n, V, V_PAD)
         s = tl.dot(k_latent, tl.trans(q_latent), input_precision="ieee")
         if R > 0:
-            k_rotary = gathered(key + V, key_n, mask_n, k_row, R, R_PAD)
+            k_rotary = rows_of(key + V, key_n, k_row, mask_n, R, R_PAD)
             s = tl.dot(k_rotary, tl.trans(q_rotary), s, input_precision="ieee")
         p = tl.exp2(s * log2_scale - lse_i[None, :])
         p = tl.where(mask_n[:, None], p, 0.0)

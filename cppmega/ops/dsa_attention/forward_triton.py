@@ -25,7 +25,7 @@ import triton.language as tl
 
 from cppmega.ops.common.device import Gpu
 from cppmega.ops.common.launch import on_its_device
-from cppmega.ops.common.tiles_triton import LOG2_E, padded
+from cppmega.ops.common.tiles_triton import LOG2_E, padded, rows_of
 from cppmega.ops.dsa_attention.order_triton import bounds_of_row, visible
 from cppmega.ops.dsa_attention.problem import Absorbed, Attended
 
@@ -56,17 +56,6 @@ def tiles_of(heads: int, width: int, gpu: Gpu) -> Tiles:
     return Tiles(64, min(32, padded(heads)), 2)
 
 
-@triton.jit
-def gathered(base, at, there, step, D: tl.constexpr, D_PAD: tl.constexpr):
-    """Rows `at` of a matrix, `[rows, D_PAD]`, zero where `there` is false."""
-    offs_d = tl.arange(0, D_PAD)
-    return tl.load(
-        base + at.to(tl.int64)[:, None] * step + offs_d[None, :],
-        mask=there[:, None] & (offs_d < D)[None, :],
-        other=0.0,
-    )
-
-
 @on_its_device
 @triton.jit
 def _forward_kernel(
@@ -85,9 +74,9 @@ def _forward_kernel(
     row_indices = indices + (b * sq + row) * topk
     key += b * k_batch
     q_ptr = query + row * q_row + b * q_batch
-    q_latent = gathered(q_ptr, offs_h, offs_h < HEADS, q_head, V, V_PAD)
+    q_latent = rows_of(q_ptr, offs_h, q_head, offs_h < HEADS, V, V_PAD)
     if R > 0:
-        q_rotary = gathered(q_ptr + V, offs_h, offs_h < HEADS, q_head, R, R_PAD)
+        q_rotary = rows_of(q_ptr + V, offs_h, q_head, offs_h < HEADS, R, R_PAD)
     m_i = tl.full([BLOCK_H], -3.0e38, tl.float32)
     l_i = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([V_PAD, BLOCK_H], tl.float32)
@@ -96,10 +85,10 @@ def _forward_kernel(
             tl.int32
         )
         mask_n = visible(key_n, start, end)
-        k_latent = gathered(key, key_n, mask_n, k_row, V, V_PAD)
+        k_latent = rows_of(key, key_n, k_row, mask_n, V, V_PAD)
         s = tl.dot(k_latent, tl.trans(q_latent), input_precision="ieee")
         if R > 0:
-            k_rotary = gathered(key + V, key_n, mask_n, k_row, R, R_PAD)
+            k_rotary = rows_of(key + V, key_n, k_row, mask_n, R, R_PAD)
             s = tl.dot(k_rotary, tl.trans(q_rotary), s, input_precision="ieee")
         s = tl.where(mask_n[:, None], s * scale, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(s, axis=0))

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from cppmega.ops.common.launch import on_its_device
 from cppmega.ops.common.rows import row_stride
+from cppmega.ops.common.tiles_triton import padded
 from cppmega.ops.m2rnn import forward_triton
 from cppmega.ops.m2rnn.forward_triton import (
     candidate,
@@ -41,7 +42,6 @@ from cppmega.ops.m2rnn.forward_triton import (
     halves,
     is_narrow,
     load,
-    tile,
     tile_rows,
     weights,
 )
@@ -208,7 +208,7 @@ def backward(
         q, k, v, weight, decay, fresh, q if bounds is None else bounds, states, gradient, within,
         d_q, d_k, d_v, d_weight, d_log_decay, s, b, *map(row_stride, (q, k, v)), heads,
         documents, len(d_weight) // len(d_v), len(d_v), K=k.size(-1), V=width,
-        ROWS=tile_rows(k.size(-1)), TILE_V=tile(width), CHUNK=forward_triton.CHUNK,
+        ROWS=tile_rows(k.size(-1)), TILE_V=padded(width), CHUNK=forward_triton.CHUNK,
         PACKED=bounds is not None, NARROW=is_narrow(v, weight), CLIP=gradient_clipping,
         num_warps=forward_triton.WARPS,
         num_stages=1,  # more stages need more shared memory than sm_120 has
@@ -217,5 +217,5 @@ def backward(
 
 def memory_within(count: int, heads: int, key_dim: int, width: int, device: torch.device) -> Tensor:
     """Memory for the states of a chunk, of each of `count` programs of a head, fp32."""
-    size = (count, heads, forward_triton.CHUNK, tile_rows(key_dim), tile(width))
+    size = (count, heads, forward_triton.CHUNK, tile_rows(key_dim), padded(width))
     return torch.empty(size, dtype=torch.float32, device=device)

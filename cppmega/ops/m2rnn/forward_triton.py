@@ -27,6 +27,7 @@ from torch import Tensor
 
 from cppmega.ops.common.launch import on_its_device
 from cppmega.ops.common.rows import row_stride
+from cppmega.ops.common.tiles_triton import padded
 
 CHUNK = 64
 """Steps from one saved state to the next."""
@@ -37,14 +38,9 @@ ROWS = 32
 WARPS = 1
 
 
-def tile(size: int) -> int:
-    """A size padded for registers; a product needs at least 16."""
-    return max(16, int(triton.next_power_of_2(size)))
-
-
 def tile_rows(key_dim: int) -> int:
     """Rows of a state per program, for states of `key_dim` rows."""
-    return min(ROWS, tile(key_dim))
+    return min(ROWS, padded(key_dim))
 
 
 def parts(key_dim: int) -> int:
@@ -197,6 +193,6 @@ def forward(
             q, k, v, weight, decay, fresh, q if bounds is None else bounds,
             out if states is None else states, out, s, b, *map(row_stride, (q, k, v)),
             heads, len(out), K=k.size(-1), V=width, ROWS=tile_rows(k.size(-1)),
-            TILE_V=tile(width), CHUNK=CHUNK, PACKED=bounds is not None, SAVE=states is not None,
+            TILE_V=padded(width), CHUNK=CHUNK, PACKED=bounds is not None, SAVE=states is not None,
             NARROW=is_narrow(v, weight), num_warps=WARPS,
         )  # fmt: skip

@@ -52,7 +52,7 @@ def check(context: Context) -> Problems:
     load = context.options.load
     if context.recipe is not None and context.is_loop and load is not None:
         saved = _read(context, load)
-        return f"{load}, step {saved.step}{_how(load, saved)}"
+        return f"{load}, step {saved.step}{_how(saved)}"
     options = context.launch_line.options
     if options.load is None:
         raise NotApplicable("the run starts from untrained weights")
@@ -64,7 +64,7 @@ def check(context: Context) -> Problems:
     yield from _mismatches(context, options.load, saved)
     whose = saved.arguments.get("cppmega_recipe", "no recipe")
     of = f"of {whose}" if saved.arguments else "which does not name its recipe"
-    return f"{options.load}, step {saved.step}, {of}{_how(options.load, saved)}"
+    return f"{options.load}, step {saved.step}, {of}{_how(saved)}"
 
 
 def _read(context: Context, load: Path) -> Saved:
@@ -80,7 +80,7 @@ def _read(context: Context, load: Path) -> Saved:
     return Saved(complete.step, answer.arguments, shapes, summed)
 
 
-def _how(load: Path, saved: Saved) -> str:
+def _how(saved: Saved) -> str:
     if saved.summed:
         return ", every checksum matches"
     return ", its sizes are right; --deep compares its checksums"
