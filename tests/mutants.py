@@ -71,7 +71,7 @@ def sources_of(made: Plan, page: Page, root: Path) -> Iterator[Source]:
         imports = [line for edit in edits if edit.path == path for line in edit.imports]
         for file, lines in _helpers(ast.parse(text), own, imports):
             wanted.setdefault(file, set()).update(lines)
-    for edit in swaps.runtime_edits(page, edits):
+    for edit in swaps.runtime_edits(edits):
         module = ast.parse(Path(page.path).read_text())
         names = _closure(module, {edit.edit.__name__})
         wanted.setdefault(page.path, set()).update(_lines_of(module, names))

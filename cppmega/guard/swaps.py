@@ -31,7 +31,7 @@ def module_name(path: str) -> str:
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def runtime_edits(page: Page, edits: Iterable[Edit]) -> list[Edit]:
+def runtime_edits(edits: Iterable[Edit]) -> list[Edit]:
     """The edits of a page that are not written to disk."""
     return [edit for edit in edits if edit.kind != "source"]
 
@@ -45,7 +45,7 @@ def arm(page: Page, edits: Iterable[Edit]) -> None:
     Raises:
         CppmegaError: `too-late`, when a target's module is imported already.
     """
-    for edit in runtime_edits(page, edits):
+    for edit in runtime_edits(edits):
         key = (page.name, edit.target)
         if key in REGISTRY.armed:
             continue

@@ -281,7 +281,7 @@ def diff(session: Session, name: str | None, environment: Mapping[str, str]) -> 
         if edited and view.foreign and view.pristine is not None:
             session.say(f"{path}: edited by others; {restoring(plan.tree, view)} restores it")
             texts[path] = view.current or b""
-    _refuse(plan, [v for v in failures if not _files(session.pages, v) & texts.keys()])
+    _refuse([v for v in failures if not _files(session.pages, v) & texts.keys()])
     if name is not None and plan.verdicts[name].state not in NEEDED:
         session.say(f"{name} is {plan.verdicts[name].state}: {plan.verdicts[name].detail}")
     pieces: list[str] = []
@@ -308,7 +308,7 @@ def _files(pages: Mapping[str, Page], foreign: Verdict) -> set[str]:
     )
 
 
-def _refuse(plan: Plan, failures: Sequence[Verdict]) -> None:
+def _refuse(failures: Sequence[Verdict]) -> None:
     for verdict in failures:
         raise CppmegaError(
             f"patch-{verdict.state}",
@@ -361,7 +361,7 @@ def _reconcile(
         needed: pages that must be in the code, unless upstream has their fix.
     """
     plan = _planned(session, choose)
-    _refuse(plan, [v for v in plan.verdicts.values() if v.state == "unported" and v.name in needed])
+    _refuse([v for v in plan.verdicts.values() if v.state == "unported" and v.name in needed])
     if plan.failures:
         plan = _planned_under_lock(session, choose)
     if plan.failures:

@@ -63,7 +63,7 @@ def _imported(order: Order) -> list[Page]:
         pages.append(page)
         imports += [swaps.module_name(edit.path) for edit in edits]
         if order.side != "stock":
-            chosen = swaps.runtime_edits(page, edits)
+            chosen = swaps.runtime_edits(edits)
             mutants = order.side == "mutant"
             swaps.arm(page, [mutant.of_runtime(e) if mutants else e for e in chosen])
     only_from(Path(order.root))
