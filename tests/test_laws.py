@@ -130,8 +130,7 @@ def _assert_missing(tree: Tree, detail: str) -> None:
         assert not (tree.root / folder).exists()
         return
     names = symbol.split(".")
-    for file in (tree.root / path.partition("/")[0]).rglob("*.py"):
-        data = file.read_bytes()
+    for file, data in laws.texts(tree.root, path.partition("/")[0]).items():
         if all(name.encode() in data for name in names):
             assert not sources.find(ast.parse(data), symbol), f"{file} defines {symbol}"
 
@@ -212,7 +211,7 @@ def test_changed_target_is_drifted(name: str) -> None:
         for edit in laws.planned(version, name).edits[name]:
             data = (pristine(version) / edit.path).read_bytes()
             inner = f"{edit.symbol}.__init__" if edit.kind == "class-swap" else edit.symbol
-            (node,) = sources.find(ast.parse(data), inner)
+            (node,) = sources.find(laws.planned(version).survey.parse(data, edit.path)[1], inner)
             lines = data.splitlines(keepends=True)
             body = getattr(node, "body", None)
             if body:
@@ -224,7 +223,7 @@ def test_changed_target_is_drifted(name: str) -> None:
                     (last[: node.end_col_offset], last[node.end_col_offset :])
                 )
             mutant = laws.exported(version, edit.path, b"".join(lines))
-            assert laws.verdict_on(mutant, name) == "drifted", edit.target
+            assert laws.verdict_on(mutant, name, version) == "drifted", edit.target
         return
 
 

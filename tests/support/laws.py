@@ -7,7 +7,8 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
 from cppmega.catalogue import loader as catalogue
@@ -16,9 +17,11 @@ from cppmega.overlay import verbs as overlay
 from cppmega.overlay.compute import changes_of
 from cppmega.overlay.plan import Plan
 from cppmega.overlay.receipt import Loaded, Receipt
+from cppmega.overlay.survey import Survey
 from cppmega.page import left_alone
 from cppmega.rewriting import marks
 from cppmega.rewriting import source as sources
+from cppmega.rewriting.source import Text
 from cppmega.tree.installed import Tree, sha256
 from tests.support import (
     BRANCHES,
@@ -51,12 +54,28 @@ def pages_of(release: str) -> tuple[str, ...]:
     return tuple(n for n, page in pages().items() if distribution in page.patch.distributions)
 
 
+class _Session(overlay.Session):
+    """A session on a tree that nobody changes, so that each file of it is read once."""
+
+    @cached_property
+    def _tree(self) -> Tree:
+        return super().read_tree()
+
+    def read_tree(self) -> Tree:
+        return self._tree
+
+
 @cache
 def session(version: str) -> overlay.Session:
     """A session on the shared, pristine wheel of a version: for plans, never for writing."""
-    made = overlay.Session(pristine(version), ())
+    made = _Session(pristine(version), ())
     made.pages = pages()  # loaded once for all versions
+    made._survey = Survey(made.read_tree(), parsed=_parsed)
     return made
+
+
+_parsed: dict[str, tuple[Text, ast.Module]] = {}
+"""Files of all versions by the hash of their bytes: releases have most of them in common."""
 
 
 def gates(release: str = "") -> dict[str, str]:
@@ -225,11 +244,20 @@ def exported(version: str, path: str, data: bytes) -> Tree:
     return tree
 
 
-def verdict_on(tree: Tree, name: str) -> str:
-    """The state of one page on a tree."""
-    page = pages()[name]
-    made = plan.make(tree, Loaded(Receipt()), {name: page}, environment=gates())
+def verdict_on(tree: Tree, name: str, like: str) -> str:
+    """The state of one page on a tree, most of whose files are those of a version."""
+    known = planned(like).survey
+    # A copy, since what is parsed of this tree is of no use to another one.
+    earlier = Survey(tree, known.cache | known.used, parsed=dict(_parsed))
+    asked = {name: pages()[name]}
+    made = plan.make(tree, Loaded(Receipt()), asked, environment=gates(), earlier=earlier)
     return made.verdicts[name].state
+
+
+@cache
+def texts(root: Path, package: str) -> dict[Path, bytes]:
+    """Every Python file of a package in a tree that nobody changes."""
+    return {file: file.read_bytes() for file in (root / package).rglob("*.py")}
 
 
 def targets(name: str, version: str) -> dict[str, list[str]]:
