@@ -22,10 +22,12 @@ def _device() -> ProcessGroupGloo.Device:
 
 
 def _with_one_device(
-    self: ProcessGroupGloo, store: Any, rank: int, size: int, timeout: timedelta
+    self: ProcessGroupGloo, store: Any, rank: int, size: int, timeout: timedelta, **others: Any
 ) -> None:
     options = ProcessGroupGloo._Options()
     options._devices, options._timeout = [_device()], timeout
+    for name, value in others.items():  # of torch 2.15: enable_reconfigure
+        setattr(options, name, value)
     _init(self, store, rank, size, options)
 
 
