@@ -75,6 +75,7 @@ _TILELANG = ("--dsa-kernel-backend", "tilelang")
 _GENERAL = (
     *("te_plain_layers", "grad_checks_no_host_sync", "optimizer_copies_at_once"),
     *("cross_entropy_fusion_linear", "grad_accumulation_without_apex"),
+    "embedding_gradient_rows",
 )
 _EXPERTS = ("router_gating_backward", "te_permutation_calls")
 _MLA = ("mla_rope_kernel", "mla_query_key_kernel")
@@ -122,8 +123,8 @@ MODELS: Mapping[str, Model] = {
 _ACCUMULATES, _LINEAR = "gradient_accumulation_fusion", "cross_entropy_fusion_impl"
 _STOCK = (f"{_ACCUMULATES}=False", f"{_LINEAR}=native")
 _OVERLAY = (f"{_ACCUMULATES}=True", f"{_LINEAR}=linear")
-_ASKED = ("te_plain_layers", "router_gating_backward")
-"""Pages that change the order of sums, which a recipe asks for."""
+_ASKED = ("te_plain_layers", "router_gating_backward", "embedding_gradient_rows")
+"""Pages that change the order of sums or a rounding, which a recipe asks for."""
 _INSTEAD = {
     "cross_entropy_fusion_linear": f"{_LINEAR}=native",
     "grad_accumulation_without_apex": f"{_ACCUMULATES}=False",

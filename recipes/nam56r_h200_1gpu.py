@@ -20,7 +20,7 @@ RECIPE = _BASE.with_(
     # They change sums or roundings: `python -m cppmega.apply_patches --recipe nam56r_h200_1gpu`.
     patches=(
         *(*_BASE.patches, "te_plain_layers", "router_gating_backward"),
-        *("moe_chunks_unsorted", "expert_gelu_kernel"),
+        *("moe_chunks_unsorted", "expert_gelu_kernel", "embedding_gradient_rows"),
     ),
     overlap_grad_reduce=False,
     overlap_param_gather=False,

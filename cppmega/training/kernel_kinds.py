@@ -24,12 +24,13 @@ OPTIMIZER = "optimizer"
 PRODUCTS = "products"
 HEADS = "products of the heads"
 _AROUND = {
+    "cppmega::embedding_rows": "pointwise",
     "cppmega::m2rnn": "m2rnn",
     "cppmega::packed_conv": "packed_conv",
     "cppmega::router_gating": "pointwise",
     "cppmega::table_rows": "ngram_hash",
 }
-"""Beginning of an operator's name -> its family, where kernels of DSA have the same name."""
+"""Beginning of an operator's name -> its family, where other families launch the kernel, too."""
 _KERNEL = re.compile(r"^@(?:triton|gluon)\.jit.*\n(?:^@.*\n)*def (\w+_kernel)\(", re.MULTILINE)
 _OWN_HEADS = r"^(DeferredScalar|InBackward)(Backward)?$"
 """Nodes of `linear_cross_entropy_autograd`."""
@@ -144,11 +145,11 @@ def _around(pattern: re.Pattern[str], inside: tuple[str, ...]) -> bool:
 
 
 def _family(families: tuple[str, ...], inside: tuple[str, ...]) -> str:
-    """The family of a kernel of cppmega, of those that have its name."""
+    """The family of a kernel of cppmega: its operator's, else the first that has its name."""
     around = (
         of for operator in inside for begin, of in _AROUND.items() if operator.startswith(begin)
     )
-    return families[0] if len(families) == 1 else next(around, families[0])
+    return next(around, families[0])
 
 
 @cache

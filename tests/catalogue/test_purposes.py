@@ -17,7 +17,7 @@ from tests.support import VERSIONS, copy, laws
 PLAIN = Arguments(cppmega_variables={}, rotary_percent=1.0, qk_pos_emb_head_dim=64)
 """A run that asks for nothing."""
 ASKED = {
-    *("expert_gelu_kernel", "moe_chunks_unsorted"),
+    *("embedding_gradient_rows", "expert_gelu_kernel", "moe_chunks_unsorted"),
     *("router_gating_backward", "te_plain_layers"),
 }
 """Pages of kind speed that do not compute stock's bits."""

@@ -172,7 +172,8 @@ def test_products_are_told_apart_by_what_launched_them() -> None:
 def test_kernels_of_one_name_are_told_apart_by_what_launched_them() -> None:
     assert kind("_backward_kernel", "_M2RNNBackward", "cppmega::m2rnn_backward") == "cppmega: m2rnn"
     assert kind("_forward_kernel", "cppmega::packed_conv") == "cppmega: packed conv"
-    assert kind("_sum_kernel", "cppmega::table_rows_sum") == "cppmega: ngram hash"
+    assert kind("row_sums_kernel", "cppmega::table_rows_sum") == "cppmega: ngram hash"
+    assert kind("row_sums_kernel", "cppmega::embedding_rows_add") == "cppmega: pointwise"
     routers = kind("_gradients_kernel", "cppmega::router_gating_gradients")
     assert routers == "cppmega: pointwise"
     assert kind("_backward_kernel", "_AbsorbedBackward") == "cppmega: dsa attention"

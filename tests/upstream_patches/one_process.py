@@ -29,6 +29,7 @@ PAGES = {
     "delayed_wgrad_hooks": ("0.18.2", "0.19.2"),
     "dsa_indexer_prologue": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
     "dsa_no_host_sync": ("0.19.2",),
+    "embedding_gradient_rows": ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2"),
     "fully_reshardable_bucket_padding": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
     "fused_cross_entropy_grad_dtype": ("0.16.1", "0.17.1", "0.18.2", "0.19.2"),
     "grad_accumulation_without_apex": ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2"),

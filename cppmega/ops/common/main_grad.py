@@ -49,3 +49,15 @@ class MainGrad:
         weight.grad_added_to_main_grad = True
         allocate = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
         return allocate(self.buffer.shape, dtype=weight.dtype, device=weight.device)
+
+    def added_in_pass(self) -> Tensor | None:
+        """As `added`, with one dummy gradient per backward pass for all that call this.
+
+        Autograd would add those of several lookups of an embedding, each as large as the table.
+        """
+        weight: Any = self.weight
+        current = torch._C._current_graph_task_id()  # -1: not within a backward pass
+        if current != -1 and getattr(weight, "_cppmega_added_in", None) == current:
+            return None
+        weight._cppmega_added_in = current
+        return self.added()

@@ -1,13 +1,10 @@
 """Reading rows of a large table, and the sums of their gradients in a fixed order.
 
 - `_read_kernel`: grid blocks of 128 rows. A program gathers its rows, each read and written once.
-- `_sum_kernel`: grid blocks of 32 places in the stably sorted list of rows. A program sums each run
-  of equal rows that begins in its block, 16 gradients at a time, in the sorted order in fp32, and
-  rounds once. Each gradient is read once, each row that was read is written once, and no other:
-  the caller's zeroed table is the remaining traffic.
+- `row_sums_kernel`: grid blocks of 32 places in the stably sorted list of rows, 16 gradients at a
+  time. The caller's zeroed table is the remaining traffic.
 
-Memory bandwidth limits both, at rows of `dim` elements that lie anywhere; a run of thousands of
-equal rows is one program's chain of loads, and its latency then limits the sum.
+Memory bandwidth limits both, at rows of `dim` elements that lie anywhere.
 
 `torch.nn.functional.embedding` is the reference, except for row 0; `ngram_hash.lookup` has the same
 in torch.
@@ -21,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cppmega.ops.common.launch import on_its_device
+from cppmega.ops.common.row_sums_triton import row_sums_kernel
 
 BLOCK = 128
 """Rows per program of the read."""
@@ -47,50 +45,6 @@ def _read_kernel(
     tl.store(out + n[:, None] * D + d[None, :], tile, mask=(n < count)[:, None] & mask_d)
 
 
-@on_its_device
-@triton.jit
-def _sum_kernel(
-    rows, order, do, out, count,
-    D: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr, RUN: tl.constexpr,
-):  # fmt: skip
-    first = tl.program_id(0) * PLACES
-    n = first + tl.arange(0, PLACES)
-    d = tl.arange(0, TILE)
-    mask_d = d < D
-    row = tl.load(rows + n, mask=n < count, other=0)
-    before = tl.load(rows + n - 1, mask=(n > 0) & (n < count), other=0)
-    after = tl.load(rows + n + 1, mask=n + 1 < count, other=0)
-    begins = (row > 0) & (row != before)
-
-    alone = begins & (row != after)  # most rows: copied together, as there is nothing to add
-    only = tl.load(order + n, mask=alone, other=0)
-    mask = alone[:, None] & mask_d[None, :]
-    tile = tl.load(do + only[:, None] * D + d[None, :], mask=mask, other=0.0)
-    offs = (row - 1).to(tl.int64)[:, None] * D + d[None, :]
-    tl.store(out + offs, tile.to(out.dtype.element_ty), mask=mask)
-
-    next_run = tl.min(tl.where(begins & (row == after), n, count))
-    while next_run < count:
-        run_row = tl.load(rows + next_run)
-        acc = tl.zeros((TILE,), tl.float32)
-        m = next_run + tl.arange(0, RUN)
-        left = RUN
-        while left == RUN:
-            equal = tl.load(rows + m, mask=m < count, other=0) == run_row
-            source = tl.load(order + m, mask=equal, other=0)
-            do_tile = tl.load(
-                do + source[:, None] * D + d[None, :],
-                mask=equal[:, None] & mask_d[None, :],
-                other=0.0,
-            )
-            acc += tl.sum(do_tile.to(tl.float32), 0)
-            left = tl.sum(equal.to(tl.int32))
-            m += RUN
-        offs_run = tl.cast(run_row - 1, tl.int64) * D + d
-        tl.store(out + offs_run, acc.to(out.dtype.element_ty), mask=mask_d)
-        next_run = tl.min(tl.where(begins & (row == after) & (n > next_run), n, count))
-
-
 @torch.library.custom_op("cppmega::table_rows_read", mutates_args=("out",))
 def read(tables: Tensor, rows: Tensor, out: Tensor) -> None:
     """Write the rows of `tables` `[count, D]` that `rows` `[n]` numbers from 1 into `out` `[n, D]`.
@@ -115,7 +69,8 @@ def add(rows: Tensor, order: Tensor, gradient: Tensor, out: Tensor) -> None:
         out: `[count, D]`, contiguous.
     """
     if gradient.numel():
-        _sum_kernel[(triton.cdiv(len(rows), PLACES),)](
+        row_sums_kernel[(triton.cdiv(len(rows), PLACES), 1)](
             rows, order, gradient, out, len(rows), D=out.size(1),
-            TILE=triton.next_power_of_2(out.size(1)), PLACES=PLACES, RUN=RUN, num_warps=1,
+            TILE=triton.next_power_of_2(out.size(1)), PLACES=PLACES, RUN=RUN, ADD=False,
+            num_warps=1,
         )  # fmt: skip
