@@ -65,6 +65,8 @@ class Model:
     """Megatron's own on stock: as fields they would make the recipe ask for pages."""
     needs: tuple[str, ...] = ()
     """Pages without which stock has no such layers or does not start."""
+    gates: tuple[tuple[str, str], ...] = ()
+    """Those with which the overlay trains it."""
     pages: tuple[str, ...] = ()
     """Those that `without` leaves out in turn."""
 
@@ -80,7 +82,10 @@ _GENERAL = (
 _EXPERTS = ("router_gating_backward", "te_permutation_calls")
 _MLA = ("mla_rope_kernel", "mla_query_key_kernel")
 _MTP = "mtp_loss_no_host_sync"
-_DSA = ("dsa_attention_kernels", "dsa_indexer_kernels", "dsa_indexer_prologue", "dsa_no_host_sync")
+_DSA = (
+    *("dsa_attention_kernels", "dsa_indexer_kernels", "dsa_indexer_prologue"),
+    *("dsa_no_host_sync", "dsa_key_per_head"),
+)
 MODELS: Mapping[str, Model] = {
     "llama3_8b_h100_cut": Model(
         title="Llama-3 8B",
@@ -102,8 +107,9 @@ MODELS: Mapping[str, Model] = {
     "dsv32_h100_cut": Model(
         title="DeepSeek-V3.2",
         recomputed=(*_MOE, ("moe", "mla_up_proj", "mlp")),
-        stock=(_NO_BIAS, "dsa_kernel_backend=none"),
+        stock=(_NO_BIAS,),
         arguments=(_BIAS, *_TILELANG),
+        gates=(("CPPMEGA_DSA_KEY_PER_HEAD", "1"),),
         pages=(*_DSA, *_GENERAL, *_EXPERTS, "mla_rope_kernel", _MTP),
     ),
     "nemotron_h_h100_cut": Model(
@@ -128,11 +134,12 @@ _ASKED = ("te_plain_layers", "router_gating_backward", "embedding_gradient_rows"
 _INSTEAD = {
     "cross_entropy_fusion_linear": f"{_LINEAR}=native",
     "grad_accumulation_without_apex": f"{_ACCUMULATES}=False",
-    "dsa_attention_kernels": "dsa_kernel_backend=none",
 }
 """Changes to the recipe where a page is left out without which its field would be refused."""
+_ABSORBED = ("dsa_key_per_head", "dsa_attention_kernels")
+"""Pages without which DSA has one latent key: Megatron's kernels take no others."""
 _WORDS = {"dsa_attention_kernels": _TILELANG}
-"""Megatron's own arguments that do what such a field did."""
+"""Megatron's own arguments that do what such a page does."""
 
 
 @dataclass(frozen=True)
@@ -160,12 +167,16 @@ class Side:
             own = (*_OVERLAY, f"patches={patches}", *filter(None, (_INSTEAD.get(without),)))
         return (
             *own,
-            "gates=()",
+            f"gates={self.gates(without)}",
             f"recompute_modules={recomputed}",
             f"micro_batch_size={micro_batch}",
             f"global_batch_size={BATCH}",
             f"train_iters={steps}",
         )
+
+    def gates(self, without: str = "") -> tuple[tuple[str, str], ...]:
+        """The gates with which this side trains while a page is left out."""
+        return () if self.name == "stock" or without in _ABSORBED else self.model.gates
 
     def tree(self, without: str = "") -> Path:
         site, folder = self.places.site, self.places.work / "trees"
@@ -173,8 +184,9 @@ class Side:
             pages = trees.only((*STARTS, *self.model.needs))
             return trees.made(site, folder / self.recipe, *pages)
         left_out = ("--without", without) if without else ()
-        name = f"without-{without}" if without else "overlay"
-        return trees.made(site, folder / name, "--kind", "all", *left_out)
+        gates = self.gates(without)
+        name = "-".join((f"without-{without}" if without else "overlay", *dict(gates)))
+        return trees.made(site, folder / name, "--kind", "all", *left_out, gates=gates)
 
     def ran(self, choice: Choice, steps: int, without: str = "") -> tuple[float, list[Row]] | None:
         """Seconds to the first step, and the rows; None if the GPU had too little memory.

@@ -77,7 +77,7 @@ class Bench:
         ]
         print(f"{name}: {' '.join(command)}", file=sys.stderr)
         with self.log(name).open("ab") as log:
-            env = trees.environment()
+            env = trees.environment(gates=self.recipe.wanted_gates)
             return subprocess.Popen(
                 command, env=env, stdout=log, stderr=log, start_new_session=True
             )

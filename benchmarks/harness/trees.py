@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from cppmega.overlay import verbs
 from cppmega.tree import links
 
 BESIDE = "transformer_engine"
+Gates = Iterable[tuple[str, str]]
+"""Variables that turn pages on, as a recipe has them."""
 
 
 def copy(site: Path, root: Path) -> None:
@@ -30,24 +32,24 @@ def copy(site: Path, root: Path) -> None:
         links.link(folder, root / folder.name)
 
 
-def environment(*first: Path) -> dict[str, str]:
-    """This environment, with the repository and then these folders first in PYTHONPATH."""
+def environment(*first: Path, gates: Gates = ()) -> dict[str, str]:
+    """This environment and these gates, the repository and then folders first in PYTHONPATH."""
     folders = (str(REPOSITORY), *map(str, first), os.environ.get("PYTHONPATH"))
     path = os.pathsep.join(filter(None, folders))  # an empty entry would be the current folder
-    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, **dict(gates), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
-def apply(root: Path, *options: str) -> None:
+def apply(root: Path, *options: str, gates: Gates = ()) -> None:
     """Apply the pages that these options choose, in a process of its own."""
     command = [sys.executable, "-m", "cppmega.apply_patches", "--megatron", str(root), *options]
-    subprocess.run(command, check=True, env=environment(), stdout=sys.stderr)
+    subprocess.run(command, check=True, env=environment(gates=gates), stdout=sys.stderr)
 
 
-def made(site: Path, root: Path, *options: str) -> Path:
+def made(site: Path, root: Path, *options: str, gates: Gates = ()) -> Path:
     """A copy, made once, with the pages that these options choose."""
     if not root.is_dir():
         copy(site, root)
-    apply(root, *options)
+    apply(root, *options, gates=gates)
     return root
 
 

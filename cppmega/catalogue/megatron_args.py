@@ -5,6 +5,7 @@ Example:
     >>> Patch(..., when=lambda args: uses_dsa(args) and has_mtp(args))
 """
 
+from cppmega.sizes.megatron_args import absorbs_dsa as absorbs_dsa
 from cppmega.sizes.megatron_args import captures as captures
 from cppmega.sizes.megatron_args import captures_some_layers as captures_some_layers
 from cppmega.sizes.megatron_args import cuda_graphs as cuda_graphs

@@ -99,6 +99,11 @@ DSA_INDEX_PATTERN = Variable(
     "with CPPMEGA_INDEX_CACHE=1: F or S for each DSA layer of the decoder, Full or Shared",
     str.strip,
 )
+DSA_KEY_PER_HEAD = Variable(
+    "CPPMEGA_DSA_KEY_PER_HEAD",
+    "1: DSA's attention has a key per head, as the page dsa_key_per_head describes",
+    is_on,
+)
 DSA_INDEXER_ROWS = Variable(
     "CPPMEGA_DSA_INDEXER_ROWS",
     "order of rows in a checkpoint's DSA indexers that does not record it: stock or page",

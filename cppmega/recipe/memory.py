@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from cppmega.host import env
 from cppmega.recipe import Recipe, pipeline
 from cppmega.recipe.arithmetic import (
     indexer_parameters,
@@ -33,6 +34,8 @@ product."""
 
 MAMBA_RECOMPUTE = ("CPPMEGA_MAMBA_RECOMPUTE", "1")
 """The gate of the page mamba_layer_recompute, which keeps only a layer's input."""
+KEY_PER_HEAD = (env.DSA_KEY_PER_HEAD.name, "1")
+"""The gate of the page dsa_key_per_head: DSA keeps keys and values as wide as MLA's."""
 FP8_EXPERTS = ("CPPMEGA_SELECTIVE_FP8_MOE", "1")
 """The gate of the page selective_fp8_moe: only products of routed experts are in FP8."""
 _FP8_COPIES = 2
@@ -225,13 +228,14 @@ def _kept(recipe: Recipe, letter: str, tokens: int, fused: bool) -> int:
     if letter in "D+":
         assert recipe.kv_lora_rank and recipe.qk_head_dim and recipe.v_head_dim
         rope = recipe.qk_pos_emb_head_dim or 0
-        query = recipe.qk_head_dim + rope
-        if letter == "D":
+        query, value = recipe.qk_head_dim + rope, recipe.v_head_dim
+        rest = 0
+        if letter == "D" and KEY_PER_HEAD in recipe.gates:
+            rest = value  # what rounding took from the output
+        elif letter == "D":
             query, value = recipe.kv_lora_rank + rope, recipe.kv_lora_rank
-        else:
-            value = recipe.v_head_dim
         inputs = 0 if "mla_up_proj" in recipe.recompute_modules else 2 * query + value
-        kept = 2 * tokens * heads * (inputs + value + recipe.v_head_dim)
+        kept = 2 * tokens * heads * (inputs + value + rest + recipe.v_head_dim)
         scores = _dsa_scores(recipe, tokens, heads, fused) if letter == "D" else 0
         return stream + kept + scores
     if letter == "*":

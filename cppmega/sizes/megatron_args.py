@@ -107,6 +107,11 @@ def uses_dsa(args: object) -> bool:
     return variant == "dsa" or "D" in (getattr(args, "hybrid_layer_pattern", None) or "")
 
 
+def absorbs_dsa(args: object) -> bool:
+    """Whether DSA layers have one latent key for all heads: with 0.19, unless a page changes it."""
+    return uses_dsa(args) and not env.DSA_KEY_PER_HEAD.read(variables(args))
+
+
 def shares_dsa_keys(args: object) -> bool:
     """Whether some DSA layers use the keys that others select, by Megatron's options or ours."""
     frequency = getattr(args, "dsa_indexer_topk_freq", None) or 1

@@ -16,7 +16,7 @@ Numerics: none (bitwise) without `--overlap-param-gather`; with it, the weight i
 
 from typing import Any
 
-from cppmega.catalogue.megatron_args import uses_dsa
+from cppmega.catalogue.megatron_args import absorbs_dsa
 from cppmega.edits import in_order, inserting
 from cppmega.page import Edit, Patch, Source
 
@@ -33,7 +33,7 @@ _WAITS = inserting(
 
 def gathers_meanwhile(args: Any) -> bool:
     """Whether the run's DSA layers read parameters that may not have arrived."""
-    return uses_dsa(args) and bool(getattr(args, "overlap_param_gather", False))
+    return absorbs_dsa(args) and bool(getattr(args, "overlap_param_gather", False))
 
 
 PATCH = Patch(

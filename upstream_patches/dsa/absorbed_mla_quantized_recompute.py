@@ -14,7 +14,7 @@ Numerics: none (bitwise); such runs used to fail
 
 from typing import Any
 
-from cppmega.catalogue.megatron_args import recomputes, uses_dsa
+from cppmega.catalogue.megatron_args import absorbs_dsa, recomputes
 from cppmega.edits import replacing
 from cppmega.page import Edit, Patch, Source
 
@@ -28,7 +28,7 @@ TARGET = f"{CLASS}.get_query_key_value_tensors"
 def recomputes_quantized(args: Any) -> bool:
     """Whether the run's DSA layers recompute their up projection in FP8 or FP4."""
     quantized = bool(getattr(args, "fp8", None) or getattr(args, "fp4", None))
-    return quantized and uses_dsa(args) and recomputes(args, "mla_up_proj")
+    return quantized and absorbs_dsa(args) and recomputes(args, "mla_up_proj")
 
 
 PATCH = Patch(
