@@ -27,7 +27,7 @@ from torch import Tensor
 
 from cppmega.ops.common.bits_triton import chosen
 from cppmega.ops.common.bounds import strides_of
-from cppmega.ops.common.device import contiguous_rows
+from cppmega.ops.common.device import contiguous_rows, gpu_of
 from cppmega.ops.common.launch import on_its_device
 from cppmega.ops.common.tiles_triton import LOG2_E, extent, padded, row_bounds, rows_of
 from cppmega.ops.dsa_indexer.naive import EPSILON
@@ -42,6 +42,11 @@ LSE_KEYS = 128
 
 LSE_LAUNCH: dict[str, Any] = {"num_warps": 8, "num_stages": 2, "maxnreg": 128}
 TILE_LAUNCH: dict[str, Any] = {"num_warps": 4, "num_stages": 3}
+Launch = tuple[int, dict[str, Any], dict[str, Any]]
+"""The tile of the target, and the launches of both kernels."""
+NARROW: Launch = (BLOCK, LSE_LAUNCH, TILE_LAUNCH)
+HOPPER_WIDE: Launch = (128, LSE_LAUNCH | {"num_stages": 3}, {"num_warps": 8, "num_stages": 4})
+"""For rows that are read in parts, of which shared memory holds more on Hopper."""
 
 
 @triton.jit
@@ -265,11 +270,15 @@ class AttentionTiles:
         lse: log-sum-exp by head in base 2, `[b, heads, sq]`; computed by `sum_exponentials`.
     """
 
+    of_hopper: Launch = HOPPER_WIDE
+
     def __init__(self, index: IndexTiles, query: Tensor, key: Tensor, softmax_scale: float) -> None:
         query, key = contiguous_rows(query), contiguous_rows(key)
         self.index, self.query, self.key = index, query, key
         self.scale, self.heads = softmax_scale * LOG2_E, query.size(2)
-        self.block = min(BLOCK, index.tile)
+        in_parts = self._widths()[2] and gpu_of(query.device).capability[0] == 9
+        block, self.lse_launch, self.tile_launch = self.of_hopper if in_parts else NARROW
+        self.block = min(block, index.tile)
         self.lse = query.new_empty(index.batch, self.heads, index.sq, dtype=torch.float32)
 
     def _widths(self) -> tuple[int, int, bool]:
@@ -300,7 +309,7 @@ class AttentionTiles:
             *self._strides(), *index.bounds.strides,
             HEADS=self.heads, D=width, D_PAD=step, WIDE=wide, BLOCK_M=index.tile,
             BLOCK_N=min(LSE_KEYS, index.tile), CAUSAL=index.causal,
-            CHOSEN=bits is not None, BITS=index.bits, **LSE_LAUNCH,
+            CHOSEN=bits is not None, BITS=index.bits, **self.lse_launch,
         )  # fmt: skip
 
     def target(self, part: tuple[int, int]) -> Tensor:
@@ -329,7 +338,7 @@ class AttentionTiles:
             HEADS=index.heads, D=index.width, D_PAD=padded(index.width), TILE=self.block,
             RELU=index.use_relu, CAUSAL=index.causal, ROWS=rows is not None, EPS=EPSILON,
             INSIDE_LOGS=inside_logs, TARGET=target is None, LOSS=loss is not None,
-            GAIN=index.gain, **TILE_LAUNCH,
+            GAIN=index.gain, **self.tile_launch,
         )  # fmt: skip
 
 
@@ -349,6 +358,8 @@ class DenseTarget(AttentionTiles):
     Attributes:
         losses: the losses of each row, by tile of keys; complete after the last part of G.
     """
+
+    of_hopper = NARROW  # the index scores of a larger tile would leave too few registers
 
     def __init__(
         self,

@@ -82,7 +82,7 @@ def _target_kernel(
     query, key, indices, target, scale, sq, topk,
     q_row, q_batch, q_head, k_row, k_batch,
     HEADS: tl.constexpr, H_PAD: tl.constexpr, D: tl.constexpr, D_STEP: tl.constexpr,
-    BLOCK_N: tl.constexpr, ONE: tl.constexpr,
+    TOPK_PAD: tl.constexpr, BLOCK_N: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
     """The target of the chosen keys of one query; with ONE, all of them fit in one block."""
     row = tl.program_id(0).to(tl.int64)
@@ -105,7 +105,11 @@ def _target_kernel(
             target + row * topk + offs_n, tl.sum(p * inv_l[None, :], axis=1), mask=offs_n < topk
         )
     else:
-        for first in range(0, topk, BLOCK_N):
+        slot = tl.arange(0, TOPK_PAD)
+        every = tl.load(indices + row * topk + slot, mask=slot < topk, other=-1)
+        # Early rows have fewer keys than the top-k.
+        end = tl.cdiv(tl.max(tl.where(every >= 0, slot, -1), axis=0) + 1, BLOCK_N) * BLOCK_N
+        for first in range(0, end, BLOCK_N):
             key_n = tl.load(
                 indices + row * topk + first + offs_n, mask=first + offs_n < topk, other=-1
             )
@@ -117,7 +121,7 @@ def _target_kernel(
             l_i = l_i * tl.exp(m_i - m_new) + tl.sum(tl.exp(s - m_new[None, :]), axis=0)
             m_i = m_new
         inv_l = tl.where(offs_h < HEADS, 1.0 / tl.maximum(l_i, 1e-37), 0.0)
-        for first in range(0, topk, BLOCK_N):
+        for first in range(0, end, BLOCK_N):
             key_n = tl.load(
                 indices + row * topk + first + offs_n, mask=first + offs_n < topk, other=-1
             )
@@ -129,6 +133,7 @@ def _target_kernel(
             tl.store(
                 target + row * topk + first + offs_n, tl.sum(p, axis=1), mask=first + offs_n < topk
             )
+        tl.store(target + row * topk + slot, 0.0, mask=(slot >= end) & (slot < topk))
 
 
 def target(query: Tensor, key: Tensor, indices: Tensor, softmax_scale: float) -> Tensor:
@@ -152,8 +157,8 @@ def target(query: Tensor, key: Tensor, indices: Tensor, softmax_scale: float) ->
     _target_kernel[(batch * sq,)](
         query, key, indices, out, softmax_scale, sq, topk,
         *query.stride()[:3], *key.stride()[:2],
-        HEADS=heads, H_PAD=h_pad, D=width, D_STEP=step, BLOCK_N=keys, ONE=topk <= keys,
-        num_warps=4, num_stages=2,
+        HEADS=heads, H_PAD=h_pad, D=width, D_STEP=step, TOPK_PAD=padded(topk), BLOCK_N=keys,
+        ONE=topk <= keys, num_warps=4, num_stages=2,
     )  # fmt: skip
     return out
 
@@ -184,6 +189,7 @@ def _gradients_kernel(
     bs = b * sq + row
     slot = tl.arange(0, TOPK_PAD)
     mask = tl.load(indices + bs * topk + slot, mask=slot < topk, other=-1) >= 0
+    last = tl.max(tl.where(mask, slot, -1), axis=0) + 1  # early rows have fewer keys than the top-k
     t = tl.load(target + bs * topk + slot, mask=mask, other=0.0)
     score = tl.load(scores + bs * topk + slot, mask=mask, other=float("-inf"))
     t_sum = tl.maximum(tl.sum(t, axis=0), EPS)
@@ -212,7 +218,7 @@ def _gradients_kernel(
         w = w.to(tl.float32)
         acc_dq = tl.zeros([D_PAD, H_PAD], tl.float32)
         acc_dw = tl.zeros([H_PAD], tl.float32)
-        for first in range(0, topk, BLOCK_N):
+        for first in range(0, last, BLOCK_N):
             offs = bs * topk + first + offs_n
             key_n = tl.load(indices + offs, mask=first + offs_n < topk, other=-1)
             mask_n = key_n >= 0
