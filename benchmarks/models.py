@@ -110,7 +110,7 @@ MODELS: Mapping[str, Model] = {
         stock=(_NO_BIAS,),
         arguments=(_BIAS, *_TILELANG),
         gates=(("CPPMEGA_DSA_KEY_PER_HEAD", "1"),),
-        pages=(*_DSA, *_GENERAL, *_EXPERTS, "mla_rope_kernel", _MTP),
+        pages=(*_DSA, *_GENERAL, *_EXPERTS, *_MLA, _MTP),
     ),
     "nemotron_h_h100_cut": Model(
         title="Nemotron-H 8B",
