@@ -2,10 +2,11 @@
 
 What: In layers of full MLA, the queries, and the keys with the values, each take one kernel of
     `cppmega.ops.pointwise.mla_heads` per direction on a GPU, whose results and gradients are those
-    of stock to the bit. Packed sequences, inference, pairs of neighbouring columns and Megatron's
-    fused RoPE are computed by Megatron's code. Another call that the kernels do not support ends
-    the run with the reason, or, with `--allow-fallback mla_query_key_kernel`, is computed by
-    Megatron's code.
+    of stock to the bit. The part of the keys that all heads share is rotated by Megatron's
+    function, which `mla_rope_kernel` computes. Packed sequences, inference, pairs of neighbouring
+    columns and Megatron's fused RoPE are computed by Megatron's code. Another call that the kernels
+    do not support ends the run with the reason, or, with `--allow-fallback mla_query_key_kernel`,
+    is computed by Megatron's code.
 Why: Megatron splits both projections, rotates a part of the queries, joins it and the keys' part
     with the parts that are not rotated, and copies the values; the backward pass joins the
     gradients of both projections again. With `mla_rope_kernel`, that is four launches over all
@@ -65,8 +66,11 @@ PATCH = Patch(
                         rotary_pos_emb=rotary_pos_emb,
                     )
                 ):
+                    turned = _cppmega_rope_utils._apply_rotary_pos_emb_bshd(
+                        k_pos_emb, rotary_pos_emb, False, True, mscale
+                    )
                     return _cppmega_mla_heads.query_key_value(
-                        q, kv, k_pos_emb, rotary_pos_emb, mscale
+                        q, kv, turned, rotary_pos_emb, mscale
                     )
                 """,
                 before="""
@@ -81,6 +85,8 @@ PATCH = Patch(
             imports=(
                 "from cppmega.calls import served as _cppmega_served",
                 "from cppmega.ops.pointwise import mla_heads as _cppmega_mla_heads",
+                "from megatron.core.models.common.embeddings import "
+                "rope_utils as _cppmega_rope_utils",
             ),
         ),
     ),

@@ -32,14 +32,14 @@ def obstacle(q: Tensor, kv: Tensor, k_pos: Tensor, angles: Tensor) -> str | None
 
 
 def query_key_value(
-    q: Tensor, kv: Tensor, k_pos: Tensor, angles: Tensor, scale: float = 1.0
+    q: Tensor, kv: Tensor, turned: Tensor, angles: Tensor, scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `mla_heads_naive.query_key_value` with the kernels.
 
     Args:
         q: `[s, b, heads, d + r]`, bf16, fp16 or fp32, with any strides.
         kv: `[s, b, heads, d + v]`, of the type of q, with any strides.
-        k_pos: `[s, b, 1, r]`, of the type of q, with any strides.
+        turned: `[s, b, 1, r]`, rotated, of the type of q, with any strides.
         angles: fp32 `[s, 1, 1, w]`, w <= r; no gradient.
         scale: factor of cos and sin.
 
@@ -47,9 +47,8 @@ def query_key_value(
         The query `[s, b, heads, d + r]`, the key `[s, b, heads, d + r]` and the value
         `[s, b, heads, v]`, contiguous, each with memory of its own.
     """
-    plain = q.size(-1) - k_pos.size(-1)
+    plain = q.size(-1) - turned.size(-1)
     query = rope.rotated(q, angles, gathered=True, scale=scale, start=plain)
-    turned = rope.rotated(k_pos, angles, gathered=True, scale=scale)
     key, value = _KeyValue.apply(kv, turned, plain)
     return query, key, value
 
@@ -62,7 +61,7 @@ class _KeyValue(autograd.Function):
         ctx.plain, ctx.shared = plain, turned.shape
         key = kv.new_empty(*kv.shape[:3], plain + turned.size(-1))
         value = kv.new_empty(*kv.shape[:3], kv.size(-1) - plain)
-        kernels.key_value(contiguous_rows(kv), turned, key, value)
+        kernels.key_value(contiguous_rows(kv), turned.contiguous(), key, value)
         return key, value
 
     @staticmethod

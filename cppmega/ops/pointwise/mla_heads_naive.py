@@ -13,14 +13,14 @@ from cppmega.ops.pointwise import rope_naive
 
 
 def query_key_value(
-    q: Tensor, kv: Tensor, k_pos: Tensor, angles: Tensor, scale: float = 1.0
+    q: Tensor, kv: Tensor, turned: Tensor, angles: Tensor, scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The inputs of the core attention, with gradients by autograd.
 
     Args:
         q: `[s, b, heads, d + r]`, of which the last r columns are rotated.
         kv: `[s, b, heads, d + v]`: the first columns of keys, and the values.
-        k_pos: `[s, b, 1, r]`, the last columns of all heads' keys before they are rotated.
+        turned: `[s, b, 1, r]`, the last columns of all heads' keys, which are rotated already.
         angles: `[s, 1, 1, w]`, one per column of the first w <= r that are rotated.
         scale: factor of cos and sin.
 
@@ -28,9 +28,8 @@ def query_key_value(
         The query `[s, b, heads, d + r]`, the key `[s, b, heads, d + r]` and the value
         `[s, b, heads, v]`, contiguous.
     """
-    plain = q.size(-1) - k_pos.size(-1)
+    plain = q.size(-1) - turned.size(-1)
     query = rope_naive.rotated(q, angles, gathered=True, scale=scale, start=plain)
-    turned = rope_naive.rotated(k_pos, angles, gathered=True, scale=scale)
     first, value = kv.split((plain, kv.size(-1) - plain), -1)
     key = torch.cat((first, turned.expand(-1, -1, kv.size(2), -1)), -1)
     return query, key, value.contiguous()

@@ -49,8 +49,9 @@ def check(stock: one_process.Stock) -> None:
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import multi_latent_attention as patched
 
-    from cppmega.ops.pointwise import mla_heads
+    from cppmega.ops.pointwise import mla_heads, rope
     from cppmega.ops.pointwise import mla_heads_naive as mla_heads_reference
+    from cppmega.ops.pointwise import rope_naive as rope_reference
     from cppmega.proof import small_models
 
     unpatched = stock.module("megatron.core.transformer.multi_latent_attention")
@@ -65,9 +66,12 @@ def check(stock: one_process.Stock) -> None:
 
         with mock.patch.multiple(random, **without_cuda):
             wanted = outcome(unpatched, layer)
-            with one_process.by_reference(
-                mla_heads, "query_key_value", mla_heads_reference.query_key_value
-            ) as kernels:
+            with (
+                one_process.by_reference(rope, "rotated", rope_reference.rotated),
+                one_process.by_reference(
+                    mla_heads, "query_key_value", mla_heads_reference.query_key_value
+                ) as kernels,
+            ):
                 found = outcome(patched, layer)
             assert kernels.call_count == 1 + recomputed
             on_cpu = outcome(patched, layer)
