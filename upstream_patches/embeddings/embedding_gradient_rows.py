@@ -10,7 +10,9 @@ What: With gradient accumulation fusion, the lookup of `VocabParallelEmbedding` 
     for each use (GTP), and while PyTorch traces are Megatron's.
 Why: PyTorch writes a gradient of the whole table, almost all of which is zero, autograd adds those
     of the trunk and of every MTP depth, and DDP adds the sum to `main_grad`, in every micro-batch.
-Upstream: Not sent: not measured in a step of training yet.
+    For a table of 129,280 rows of 7,168, which a trunk and an MTP depth look up for 8,192 tokens,
+    that takes 7.06 ms on an H200, and this 0.87 (`embedding_rows_h200`).
+Upstream: Not sent: the kernel is one of `cppmega.ops`.
 Remove: when upstream adds the gradients of rows to `main_grad`.
 Numerics: changes results by a rounding: the gradient of a row is added in fp32, and is no longer
     rounded to bf16 first

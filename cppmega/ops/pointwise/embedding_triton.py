@@ -1,6 +1,6 @@
 """The gradient of an embedding's rows, added to the fp32 or 16-bit sum of earlier gradients.
 
-- `row_sums_kernel`: grid blocks of 16 places in the stably sorted list of rows x blocks of 256
+- `row_sums_kernel`: grid blocks of 16 places in the stably sorted list of rows x blocks of 512
   columns, 32 gradients of a run at a time.
 
 Memory bandwidth limits it: each gradient is read once, each row that has one is read and written
@@ -21,8 +21,8 @@ PLACES = 16
 RUN = 32
 """Gradients of one run that a program adds per step."""
 
-COLUMNS = 256
-"""Columns per program: 512 bytes of a gradient in 16 bits."""
+COLUMNS = 512
+"""Columns per program: 1 KiB of a gradient in 16 bits."""
 
 
 @torch.library.custom_op("cppmega::embedding_rows_add", mutates_args=("total",))
