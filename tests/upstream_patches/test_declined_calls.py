@@ -63,6 +63,13 @@ hook = importlib.import_module(f"{ops}.tilelang_dsa").fused_sparse_mla_absorbed
 q, kv = torch.randn(8, 1, 16, 320).bfloat16(), torch.randn(8, 1, 1, 320).bfloat16()
 hook(q, kv, torch.zeros(1, 8, 64).long(), 0.1, 256)
 """,
+    "embedding_gradient_rows": """
+words = small_models.gpt().embedding.word_embeddings.double()
+words.config.gradient_accumulation_fusion = True
+words.weight.main_grad = torch.zeros_like(words.weight)
+with stand_ins.on_gpu("pointwise.embedding_triton"):
+    words(torch.zeros(1, 4).long())
+""",
     "expert_gelu_kernel": """
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 off = type("Off", (), {"__getattr__": lambda self, name: False})()
