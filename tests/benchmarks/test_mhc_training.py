@@ -127,7 +127,7 @@ def made_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(training, "Bench", Stub)
     monkeypatch.setattr(training.trees, "copy", lambda site, root: None)
-    monkeypatch.setattr(training.trees, "apply", lambda root, *options: None)
+    monkeypatch.setattr(training.trees, "apply", lambda root, *options, **_: None)
     facts: dict[str, Any] = {"recipe": "gpt_mhc_h200", "changes": [], "date": "d", "gpus": 1}
     facts |= {"stack": {"gpu": "NVIDIA H200"}, "data": dict.fromkeys(("fingerprint", "documents"))}
     facts["data"]["tokens"] = 1

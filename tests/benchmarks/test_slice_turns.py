@@ -346,7 +346,7 @@ def test_before_is_the_whole_overlay_but_for_the_named_pages(
     pages = {"after": ("one", "two", "six")}
     monkeypatch.setattr(slices.trees, "applied", lambda root: pages[root.name])
     monkeypatch.setattr(
-        slices.trees, "apply", lambda root, *words: asked.append((root.name, words[1::2]))
+        slices.trees, "apply", lambda root, *words, **_: asked.append((root.name, words[1::2]))
     )
     monkeypatch.setattr(slices.trees, "copy", lambda site, root: None)
     for side in ("before", "again"):

@@ -60,7 +60,7 @@ UNSET = f"unset {GATE} and apply again"
 OWN = Part(GATE, uses_dsa, UNSET)
 
 PATCH = Patch(
-    purpose="speed",
+    purpose="feature",
     edits=(
         Edit(
             target=SPEC,

@@ -25,7 +25,7 @@ from cppmega.catalogue.megatron_args import layer_pattern, uses_dsa
 from cppmega.edits import inserting
 from cppmega.page import Edit, Patch, Source
 
-from .mla_rope_kernel import rotates
+from ._rotation import rotates
 
 TARGET = (
     "megatron/core/transformer/multi_latent_attention.py:"

@@ -16,9 +16,10 @@ Numerics: none (bitwise)
 
 from typing import Any
 
-from cppmega.catalogue.megatron_args import layer_pattern
 from cppmega.edits import inserting
 from cppmega.page import Edit, Patch, Source
+
+from ._rotation import rotates
 
 IMPORTS = (
     "from cppmega.calls import served as _cppmega_served",
@@ -44,14 +45,6 @@ def _taking(gathered: str, *others: str) -> Any:
         """,
         before="rot_dim = freqs.shape[-1]",
     )
-
-
-def rotates(args: Any) -> bool:
-    """Whether the model has MLA whose RoPE Megatron does not fuse, in MLA's order of columns."""
-    pattern = layer_pattern(args)
-    attends = not pattern or bool(set("+D") & set(pattern))
-    others = any(getattr(args, name, False) for name in ("apply_rope_fusion", "rotary_interleaved"))
-    return bool(getattr(args, "multi_latent_attention", False)) and attends and not others
 
 
 PATCH = Patch(
