@@ -39,6 +39,7 @@ from benchmarks.harness.results import FOLDER, Places
 from benchmarks.harness.runs import STARTS, Bench, Row
 from benchmarks.slices.training import apart, curve, measured, steps_of
 from cppmega.recipe import index as recipes_index
+from cppmega.recipe.memory import KEY_PER_HEAD
 
 BATCH = 8
 """Sequences of a step, on either side."""
@@ -109,7 +110,7 @@ MODELS: Mapping[str, Model] = {
         recomputed=(*_MOE, ("moe", "mla_up_proj", "mlp")),
         stock=(_NO_BIAS,),
         arguments=(_BIAS, *_TILELANG),
-        gates=(("CPPMEGA_DSA_KEY_PER_HEAD", "1"),),
+        gates=(KEY_PER_HEAD,),
         pages=(*_DSA, *_GENERAL, *_EXPERTS, *_MLA, _MTP),
     ),
     "nemotron_h_h100_cut": Model(

@@ -9,6 +9,7 @@ from cppmega.sizes.megatron_args import absorbs_dsa as absorbs_dsa
 from cppmega.sizes.megatron_args import captures as captures
 from cppmega.sizes.megatron_args import captures_some_layers as captures_some_layers
 from cppmega.sizes.megatron_args import cuda_graphs as cuda_graphs
+from cppmega.sizes.megatron_args import fuses_accumulation as fuses_accumulation
 from cppmega.sizes.megatron_args import has_experts as has_experts
 from cppmega.sizes.megatron_args import has_mtp as has_mtp
 from cppmega.sizes.megatron_args import has_own_mixers as has_own_mixers

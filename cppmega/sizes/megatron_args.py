@@ -107,6 +107,11 @@ def uses_dsa(args: object) -> bool:
     return variant == "dsa" or "D" in (getattr(args, "hybrid_layer_pattern", None) or "")
 
 
+def fuses_accumulation(args: object) -> bool:
+    """Whether the run adds gradients of weights to `main_grad` where they are computed."""
+    return bool(getattr(args, "gradient_accumulation_fusion", False))
+
+
 def absorbs_dsa(args: object) -> bool:
     """Whether DSA layers have one latent key for all heads: with 0.19, unless a page changes it."""
     return uses_dsa(args) and not env.DSA_KEY_PER_HEAD.read(variables(args))

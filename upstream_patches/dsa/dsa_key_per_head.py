@@ -23,6 +23,7 @@ from typing import Any
 
 from cppmega.catalogue.megatron_args import uses_dsa
 from cppmega.edits import replacing
+from cppmega.host import env
 from cppmega.page import Edit, Patch, Source
 from cppmega.rules.rule import Part, unsupported
 
@@ -35,7 +36,7 @@ ABSORBED = (
     "megatron/core/transformer/experimental_attention_variant/absorbed_mla.py:"
     "AbsorbedMLASelfAttention.forward"
 )
-GATE = "CPPMEGA_DSA_KEY_PER_HEAD"
+GATE = env.DSA_KEY_PER_HEAD.name
 IMPORTS = ("from cppmega.features.dsa import key_per_head as _cppmega_key_per_head",)
 LONGEST = 4
 """Times the top-k that a sequence may be long."""
@@ -47,8 +48,11 @@ def _other_backend(run: Any) -> str:
 
 
 def _too_wide(run: Any) -> str:
-    width = max((run.qk_head_dim or 0) + (run.qk_pos_emb_head_dim or 0), run.v_head_dim or 0)
-    return f"heads of {width} columns" if width > 256 else ""
+    from cppmega.ops.dsa_attention import per_head_obstacle  # imports torch
+
+    keys, values = (run.qk_head_dim or 0) + (run.qk_pos_emb_head_dim or 0), run.v_head_dim or 0
+    refused = per_head_obstacle(keys, values) is not None
+    return f"heads of {max(keys, values)} columns" if refused else ""
 
 
 def _too_long(run: Any) -> str:

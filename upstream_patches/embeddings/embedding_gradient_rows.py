@@ -22,6 +22,7 @@ Numerics: changes results by a rounding: the gradient of a row is added in fp32,
 
 from typing import Any
 
+from cppmega.catalogue.megatron_args import fuses_accumulation
 from cppmega.edits import in_order, inserting, replacing
 from cppmega.page import Edit, Patch, Source
 
@@ -52,11 +53,6 @@ def _of(weight: str) -> Any:
             f"F.embedding(masked_input, {weight}) if rows is None else rows",
         ),
     )
-
-
-def fuses(args: Any) -> bool:
-    """Whether the run accumulates gradients where they are computed."""
-    return bool(getattr(args, "gradient_accumulation_fusion", False))
 
 
 PATCH = Patch(
@@ -113,7 +109,7 @@ PATCH = Patch(
         ),
     ),
     reached="forward",
-    when=fuses,
+    when=fuses_accumulation,
     after=("grad_accumulation_without_apex", "input_embeddings"),
 )
 

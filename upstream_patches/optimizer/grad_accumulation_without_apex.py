@@ -21,6 +21,7 @@ Numerics: changes results of runs that had turned the fusion off: gradients are 
 
 from typing import Any
 
+from cppmega.catalogue.megatron_args import fuses_accumulation
 from cppmega.edits import in_order, inserting, replacing
 from cppmega.page import Edit, Patch, Source
 
@@ -40,11 +41,6 @@ def _kernel(name: str) -> Any:
         f"(fused_weight_gradient_mlp_cuda.{name} if _grad_accum_fusion_available "
         "else _cppmega_products.add_weight_gradient)",
     )
-
-
-def fuses(args: Any) -> bool:
-    """Whether the run accumulates gradients in its products."""
-    return bool(getattr(args, "gradient_accumulation_fusion", False))
 
 
 PATCH = Patch(
@@ -99,7 +95,7 @@ PATCH = Patch(
         ),
     ),
     reached="startup",
-    when=fuses,
+    when=fuses_accumulation,
     asked_by=("--no-gradient-accumulation-fusion",),
     wanted_by=lambda recipe: recipe.gradient_accumulation_fusion,
 )
