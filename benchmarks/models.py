@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -153,8 +153,8 @@ class Side:
     places: Places
     deadline: float
     steps: int = STEPS
-    size: int | None = None
-    """Sequences per pass, without recompute; None: search."""
+    given: Choice | None = None
+    """What it trains with; None: search."""
     memory: float | None = None
     """GiB that PyTorch may take; None: all of the card's."""
 
@@ -285,7 +285,7 @@ def fastest(side: Side, of: dict[str, Any], save: Callable[[], None]) -> Choice:
 
 def measure(side: Side, of: dict[str, Any], save: Callable[[], None]) -> None:
     """Train with the fastest choice of a side, or with the given size."""
-    best = ((), side.size) if side.size else fastest(side, of, save)
+    best = side.given or fastest(side, of, save)
     found, choice = of.setdefault(side.name, {}), [list(best[0]), best[1]]
     if found.get("choice") != choice:
         ran = side.ran(best, side.steps)
@@ -414,9 +414,8 @@ def _measuring(
     only: str | None,
     minutes: float,
     steps: int,
-    sizes: Mapping[str, int],
+    sides: Mapping[str, Choice | None],
     memory: float | None,
-    names: Iterable[str],
     part: Callable[[Side, dict[str, Any], Callable[[], None]], None],
 ) -> None:
     """Do a part on these sides of each chosen model; a model that fails ends none but itself."""
@@ -441,9 +440,8 @@ def _measuring(
                 (places.out / f"{target}.md").write_text(page(result))
 
         try:
-            for name in names:
-                size = sizes.get(name)
-                side = Side(MODELS[recipe], recipe, name, places, deadline, steps, size, memory)
+            for name, given in sides.items():
+                side = Side(MODELS[recipe], recipe, name, places, deadline, steps, given, memory)
                 part(side, of, save)
         except click.ClickException as error:  # the other models may still have their time
             failed = True
@@ -458,6 +456,28 @@ def _share(memory: float) -> float:
     return min(1.0, memory / float(asked.stdout))
 
 
+class _ChoiceType(click.ParamType):
+    """`2`, `2+moe_act,mla_up_proj`, or `none`."""
+
+    name = "SIZE[+MODULE,...]"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        size, _, modules = value.partition("+")
+        if value == "none":
+            return value
+        if not size.isdigit() or not 0 < int(size) <= BATCH:
+            self.fail(f"{value} is neither `none` nor a number of sequences from 1 to {BATCH}.")
+        return tuple(filter(None, modules.split(","))), int(size)
+
+
+def _given(side: str) -> Callable[[Any], Any]:
+    return click.option(
+        f"--{side}",
+        type=_ChoiceType(),
+        help="Sequences per pass and recomputed modules, or none, to leave out this side [search].",
+    )
+
+
 _MINUTES = click.option("--minutes", default=9.0, show_default=True, help="Limit of this call.")
 _MEMORY = click.option("--memory", type=float, help="GiB that a run may take [all of the card's].")
 _ONLY = click.option("--only", help="Models, in this order [all].")
@@ -469,23 +489,21 @@ _ONLY = click.option("--only", help="Models, in this order [all].")
 @_MINUTES
 @_MEMORY
 @click.option("--steps", default=STEPS, show_default=True, help="Steps with the choice.")
-@click.option(
-    "--sizes",
-    type=(int, int),
-    metavar="STOCK OVERLAY",
-    help="Sequences per pass of either side, without recompute [search for the fastest].",
-)
+@_given("stock")
+@_given("overlay")
 def run(
     places: Places,
     only: str | None,
     minutes: float,
     memory: float | None,
     steps: int,
-    sizes: tuple[int, int] | None,
+    stock: Choice | Literal["none"] | None,
+    overlay: Choice | Literal["none"] | None,
 ) -> None:
     """Search for each side's best choice, and train with it."""
-    given = dict(zip(SIDES, sizes, strict=True)) if sizes else {}
-    _measuring(places, only, minutes, steps, given, memory, SIDES, measure)
+    asked = {"stock": stock, "overlay": overlay}
+    sides = {name: given for name, given in asked.items() if given != "none"}
+    _measuring(places, only, minutes, steps, sides, memory, measure)
 
 
 @main.command()
@@ -495,7 +513,7 @@ def run(
 @_MEMORY
 def without(places: Places, only: str | None, minutes: float, memory: float | None) -> None:
     """Leave out each page in turn, with the overlay's choice of an earlier `run`."""
-    _measuring(places, only, minutes, STEPS, {}, memory, SIDES[1:], leave_out)
+    _measuring(places, only, minutes, STEPS, {"overlay": None}, memory, leave_out)
 
 
 @main.command(name="page")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from benchmarks import models
 from benchmarks.harness.results import Places
@@ -120,3 +121,26 @@ def test_sizes_that_peaks_rule_out_are_not_tried() -> None:
     assert not models.too_large(((), 4), trials, 80.0)
     assert not models.too_large(((), 4), trials, None)
     assert not models.too_large((MLP, 4), trials, 70.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ((), {"stock": None, "overlay": None}),
+        (("--stock", "none", "--overlay", "2"), {"overlay": ((), 2)}),
+        (("--stock", "1+moe_act,mlp"), {"stock": (("moe_act", "mlp"), 1), "overlay": None}),
+    ],
+)
+def test_a_side_trains_with_the_given_choice(
+    options: tuple[str, ...], expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(models, "_measuring", lambda *given: seen.append(given[4]))
+    places = ("--site", "s", "--work", "w", "--out", "o")
+    CliRunner().invoke(models.run, [*places, *options], catch_exceptions=False)
+    assert seen == [expected]
+
+
+def test_no_side_trains_with_nine_sequences() -> None:
+    result = CliRunner().invoke(models.run, ["--overlay", "9"])
+    assert result.exit_code == 2 and "from 1 to 8" in result.output
