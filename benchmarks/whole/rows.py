@@ -81,6 +81,7 @@ _ALONE = (
     *("expert_model_parallel_size=1", "overlap_grad_reduce=False", "overlap_param_gather=False"),
 )
 _GRAPHS = ("cuda_graph_impl=transformer_engine", "cuda_graph_modules=('attn', 'moe_router')")
+_LOCAL, _EXPANDS = "cuda_graph_impl=local", {"NCCL_GRAPH_REGISTER": "0"}
 _HEADS = "cross_entropy_fusion_impl=native"
 _STOCK = (_SCORES, _MAMBA, _HEADS, _PLAIN_DSA)
 ROWS: Mapping[str, Row] = {
@@ -113,7 +114,11 @@ ROWS: Mapping[str, Row] = {
     "stock": Row((*_STOCK, _ONE), without=(*_DSA, *_GLUE)),
     "stock_two": Row((*_STOCK, "micro_batch_size=2"), without=(*_DSA, *_GLUE)),
     "one": Row((_ONE,)),
-    "graphs": Row((_ONE, *_GRAPHS), {"NCCL_GRAPH_REGISTER": "0"}),  # for expandable segments
+    # The variable is for expandable segments.
+    "graphs": Row((_ONE, *_GRAPHS), _EXPANDS),
+    # Megatron's own graphs, of the mixers, and of everything between the experts.
+    "mixer_graphs": Row((_LOCAL, "cuda_graph_modules=('mamba',)"), _EXPANDS),
+    "layer_graphs": Row((_LOCAL, "cuda_graph_modules=('mamba', 'attn', 'moe_router')"), _EXPANDS),
     "fp8": Row(_FP8),
     "fp8_experts": Row((*_FP8, "gates=(('CPPMEGA_SELECTIVE_FP8_MOE', '1'),)")),
     "fp8_gather": Row(_FP8, arguments=("--fp8-param-gather",)),

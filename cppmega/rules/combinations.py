@@ -122,8 +122,8 @@ GRAPHS_OF_RECOMPUTED_STREAMS = Part(
 )
 MAMBA_GRAPHS = Part(
     "--cuda-graph-impl {} of Mamba layers",
-    _graphs(of="mamba"),
-    "--cuda-graph-impl none, or name other parts of layers in --cuda-graph-modules",
+    _graphs("transformer_engine", "full_iteration", of="mamba"),
+    "--cuda-graph-impl local or none, or name other parts of layers in --cuda-graph-modules",
 )
 GRAPHS_OF_ONE_ATTENTION = Part(
     "--cuda-graph-impl {} of single attention layers",
@@ -247,7 +247,7 @@ UNSUPPORTED: Mapping[Part, Mapping[Part | str, str]] = {
         "--use-mup": "How the mixers' learning rates scale with the width has not been derived.",
         "--init-model-with-meta-device": _NOT_INITIALIZED,
         "--fp32-residual-connection": "It has not been tested.",
-        MAMBA_GRAPHS: "Capturing these mixers has not been tested.",
+        MAMBA_GRAPHS: "Of these mixers, only Megatron's own graphs (local) have been tested.",
     },
     M2RNN: {
         "--fp4-format": "The width of M2RNN's projection is not a multiple of 16.",

@@ -6,11 +6,12 @@ What: With `CPPMEGA_MAMBA3`, which the trainer sets from the recipe's field `mam
     norm, around one of cppmega's mixers, in the trunk, across `|` and in MTP depths; other letters
     and the class of the model are unchanged. The function that computes Mamba-3's A from a token
     (`softplus` as in mamba-ssm 2.3.2.post1, or `heavy_tail` as on its main branch) is part of the
-    sizes, and a checkpoint with the other one is refused. FSDP, MuP, CUDA graphs of the mixers and
-    inference are refused by name. Tensor-parallel and context-parallel ranks share out the heads of
-    both; with context parallelism, each computes complete sequences. In FP8, M2RNN's projections
-    stay in bf16. Megatron's own FLOP count treats `M` as Mamba-2 and omits `R`; the recipe's counts
-    both as built.
+    sizes, and a checkpoint with the other one is refused. FSDP, MuP, inference and CUDA graphs of
+    the mixers other than Megatron's own (`--cuda-graph-impl local`) are refused by name.
+    Tensor-parallel and context-parallel ranks share out the heads of both; with context
+    parallelism, each computes complete sequences. In FP8, M2RNN's projections stay in bf16.
+    Megatron's own FLOP count treats `M` as Mamba-2 and omits `R`; the recipe's counts both as
+    built.
 Why: NAM56R is built from both, and no release of Megatron has either. The M2RNN authors'
     convolution mixes the documents of a pack, and a random draw of zero made the logarithm of its
     decay infinite. Small parameters (dt, D, biases of keys and queries, factors of ranks, the
