@@ -6,6 +6,7 @@ which imports Megatron anew, and prints what the guard says of the fork's first 
 
 from __future__ import annotations
 
+import dis
 import functools
 import importlib
 import importlib.abc
@@ -221,7 +222,7 @@ def fine_decorator_of_a_package_elsewhere():
 def fine_profiled_by_line():
     """A line profiler lengthens the code of a function that has a twin."""
     code = thing().double.__code__
-    thing().double.__code__ = code.replace(co_code=code.co_code + bytes((9, 0)) * 2)
+    thing().double.__code__ = code.replace(co_code=code.co_code + bytes((dis.opmap["NOP"], 0)) * 2)
 
 
 @scene
