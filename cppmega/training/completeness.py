@@ -3,12 +3,14 @@
 A part can be lost without an error: an argument after the recipe's replaces one of them, a patch
 leaves experts out of the routing, a loss does not reach an MTP depth. The run is as fast as before,
 or faster. So the parameters that were built are counted before the first step, and each must have
-had a gradient within the first steps of every start: an expert that no token was sent to has none.
+had a gradient within the first steps of every start. An expert that no token was sent to has none:
+where that is less than half of a layer's experts, it is the routers' choice, and is only printed.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +25,8 @@ STEPS = 10
 """Steps of a start within which every parameter must have a gradient. Factors that are zero at
 first have none in the first step."""
 _KINDS = ".structure.kinds"
+_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(?:local_experts\.(\d+)\.|.*\D(\d+)$)")
+"""The layer and the number of an expert, in the name of its parameter."""
 
 Place = tuple[int, int, int]
 """Pipeline, tensor and expert rank."""
@@ -69,7 +73,14 @@ class Completeness:
             return
         self._unseen = dict(_without_gradient(self._unseen))
         if self._steps == STEPS:
-            _refuse_unseen(_gathered((_place(), self._unseen_keys())))
+            ranks = _gathered((_place(), self._unseen_keys()))
+            idle = refuse_unseen(ranks, self.recipe.num_experts or 0)
+            if idle and _is_first_rank():
+                print(
+                    f"No token was sent to some experts in the first {STEPS} steps: "
+                    f"{_named(idle)}.",
+                    flush=True,
+                )
 
     def _unseen_keys(self) -> list[tuple[str, bool]]:
         return [(name, _is_distributed(p)) for name, p in self._unseen.items()]
@@ -177,30 +188,66 @@ def _is_used(name: str, gradient_: Any) -> Any:
     return gradient_.any()
 
 
-def _refuse_unseen(ranks: Sequence[tuple[Place, list[tuple[str, bool]]]]) -> None:
-    """Stop if a parameter had no gradient on any rank that has it.
+Lost = tuple[tuple[int, ...], str]
+"""Where a parameter without a gradient is, and its name."""
+
+
+def _lost(ranks: Sequence[tuple[Place, list[tuple[str, bool]]]]) -> list[Lost]:
+    """The parameters that had no gradient on any rank that has them.
 
     Replicas see different tokens, and an optimizer that is sharded sums each gradient on one rank.
     """
     holders: Counter[tuple[int, ...]] = Counter()
     for (stage, tensor, expert), _ in ranks:
         holders.update([(stage, tensor), (stage, tensor, expert)])
-    unseen: Counter[tuple[tuple[int, ...], str]] = Counter()
+    unseen: Counter[Lost] = Counter()
     for (stage, tensor, expert), names in ranks:
         for name, is_expert in names:
             place = (stage, tensor, expert) if is_expert else (stage, tensor)
             unseen[place, name] += 1
-    lost = [(place, name) for (place, name), n in unseen.items() if n == holders[place]]
-    if lost:
-        shown = listed([f"{name} (stage {place[0]}{_of_expert(place)})" for place, name in lost])
+    return [(place, name) for (place, name), n in unseen.items() if n == holders[place]]
+
+
+def _of_idle_experts(lost: Iterable[Lost], experts: int) -> set[Lost]:
+    """Those of experts in layers that used more than half of theirs."""
+    by_layer: defaultdict[tuple[int, str], dict[Lost, tuple[Any, ...]]] = defaultdict(dict)
+    for place, name in lost:
+        if (found := _EXPERT.match(name)) is not None:
+            by_layer[place[0], found[1]][place, name] = (place[2:], found[2] or found[3])
+    few = (one for one in by_layer.values() if 2 * len(set(one.values())) < experts)
+    return {each for one in few for each in one}
+
+
+def _named(lost: Iterable[Lost]) -> str:
+    return listed([f"{name} (stage {place[0]}{_of_expert(place)})" for place, name in lost])
+
+
+def refuse_unseen(
+    ranks: Sequence[tuple[Place, list[tuple[str, bool]]]], experts: int
+) -> list[Lost]:
+    """Refuse parameters without a gradient, but for those of idle experts, which are returned.
+
+    Args:
+        ranks: of each rank, its place, and the names of the parameters without a gradient and
+            whether expert parallelism distributes them.
+        experts: the number of experts of a layer.
+
+    Raises:
+        CppmegaError: `part-without-gradient`.
+    """
+    lost = _lost(ranks)
+    idle = _of_idle_experts(lost, experts)
+    if refused := [each for each in lost if each not in idle]:
         raise CppmegaError(
             "part-without-gradient",
-            f"{len(lost)} parameters had no gradient in the first {STEPS} steps: {shown}.",
+            f"{len(refused)} parameters had no gradient in the first {STEPS} steps: "
+            f"{_named(refused)}.",
             "No loss reaches them, or no token: they keep their first values, and the model is "
             "smaller than it claims to be.",
             "inspect what should use them: routing for experts, the loss for MTP depths, ids that "
             "differ for the embedding of structure; cppmega status shows which patches are applied",
         )
+    return [each for each in lost if each in idle]
 
 
 def _of_expert(place: tuple[int, ...]) -> str:
@@ -215,6 +262,12 @@ def _place() -> Place:
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_expert_model_parallel_rank(),
     )
+
+
+def _is_first_rank() -> bool:
+    import torch
+
+    return torch.distributed.get_rank() == 0
 
 
 def _gathered(mine: Any) -> list[Any]:
