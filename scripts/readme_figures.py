@@ -90,6 +90,7 @@ def models() -> str:
     result = json.loads((RESULTS / "models_h200.json").read_text())
     heads = ["model", "stock, tokens/s", "with the patches", "ratio", "peak memory, GiB"]
     rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    added = [MODELS[recipe].title for recipe in result["models"] if MODELS[recipe].needs]
     for recipe, sides in result["models"].items():
         stock, ours = (sides[side]["run"] for side in SIDES)
         rates = [run["tokens_per_second"] for run in (stock, ours)]
@@ -99,7 +100,9 @@ def models() -> str:
     table = "\n".join(rows)
     return (
         f"\n{table}\n\nEach is cut to a few layers at its true widths, and trains on one H200 from "
-        "the same weights ([settings and losses](benchmarks/results/models_h200.md)).\n"
+        "the same weights, with micro-batches of its own on either side "
+        "([settings and losses](benchmarks/results/models_h200.md)). "
+        f"{', '.join(added)} on stock has the patches that add its layers.\n"
     )
 
 
