@@ -58,10 +58,10 @@ Each was exported there. Its test passes on a CPU with the edit, and fails witho
 def _ready(page: Page, row: Mapping[str, Any]) -> tuple[str, ...]:
     title = page.title.rstrip(".")
     state = "ready"
-    if row["page"] != page.text:
-        state = "the page has changed; export it again"
-    elif row_of(page).state in ("released", "merged"):
+    if row_of(page).state in ("released", "merged"):
         state = "upstream has merged a fix elsewhere"
+    elif row["page"] != page.text:
+        state = "the page has changed; export it again"
     return f"`{page.name}`", title, state, f"`{row['test']}`", _references(page)
 
 
