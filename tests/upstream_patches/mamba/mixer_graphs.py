@@ -267,6 +267,7 @@ def main() -> None:
             stack.enter_context(mock.patch.object(*place))
         random.initialize_rng_tracker(ON_GPU, use_cudagraphable_rng=True, force_reset=True)
         eager, again, graphed = (Run(graphs) for graphs in (False, False, True))
+        torch.cuda.synchronize()  # building graphs changed the stream, and creating them does
         replays, replay = [0], torch.cuda.CUDAGraph.replay
 
         def counted(graph: Any) -> None:
@@ -289,6 +290,7 @@ def main() -> None:
                 graphs = len(cuda_graphs._CudagraphGlobalRecord.cudagraph_record)
                 assert replays == [0]
                 cuda_graphs.create_cudagraphs()
+                torch.cuda.synchronize()
         mixers, calls = len(LETTERS.replace("-", "")), (STEPS - 1) * MICROBATCHES
         assert graphs == 2 * mixers, f"{graphs} graphs of {mixers} layers"
         assert replays == [mixers * (2 * calls + 1)], f"{replays} replays, an evaluation included"
