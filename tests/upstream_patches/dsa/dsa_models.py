@@ -32,6 +32,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from cppmega.proof import cpu_shims
 from cppmega.proof.small_models import Norm, Projection, arguments
+from tests.upstream_patches.recomputation import share
 
 LENGTH, BATCH, WORDS, TOPK = 12, 2, 32, 4
 NEW = hasattr(dsa, "dsa_kernels")  # 0.19
@@ -46,11 +47,13 @@ PROJECTIONS = {"recompute_granularity": "selective", "recompute_modules": ["mla_
 
 
 def start(**parallel: int) -> None:
-    """Replace what these layers need from a GPU."""
+    """Replace what these layers need from a GPU and a compiler."""
     cpu_shims.init_distributed(**parallel)
     mock.patch.object(dsa, "rotate_activation", lambda x: x).start()
     mock.patch.object(random, "_get_cuda_rng_state", lambda *device, **named: None).start()
     mock.patch.object(random, "_set_cuda_rng_state", lambda *state, **named: None).start()
+    # Or Megatron compiles a minute of C++, whose only purpose is this.
+    mock.patch.object(random, "_get_share_storage", lambda: share, create=True).start()
     multi_latent_attention.HAVE_TE = False  # 0.16 takes its own stand-ins for it
     tensor = torch.tensor
     torch.tensor = lambda *data, pin_memory=False, **named: tensor(*data, **named)

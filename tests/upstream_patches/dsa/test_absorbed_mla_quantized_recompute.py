@@ -13,6 +13,7 @@ import pytest
 from cppmega.catalogue import loader as catalogue
 from tests.upstream_patches import one_process
 from tests.upstream_patches.dsa.absorbed_layers import ABSORBED, SHAPE, built, linear
+from tests.upstream_patches.recomputation import share
 
 torch = pytest.importorskip("torch")
 
@@ -104,10 +105,6 @@ class Rounding:
 def transformer_engine() -> Iterator[None]:
     """Let quantized recomputation run without a GPU, Transformer Engine and a compiler."""
     from megatron.core.tensor_parallel import random
-
-    def share(output: Any, recomputed: Any) -> None:
-        storage, other = output.untyped_storage(), recomputed.untyped_storage()
-        storage.resize_(other.nbytes()).copy_(other)
 
     state = SimpleNamespace(
         is_fp8_enabled=lambda: Rounding.levels is not None,
