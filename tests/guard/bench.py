@@ -89,8 +89,7 @@ class Bench:
         **environment: str,
     ):
         """One rank per root; answers (exit status, stdout, stderr) of each."""
-        # Several ranks need torch, which takes longer to import than all that they do then.
-        python = forkserver.executable() if len(roots) > 1 else sys.executable
+        python = forkserver.executable()
         together = self.together(len(roots))
         ranks = [
             subprocess.Popen(

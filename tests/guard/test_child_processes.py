@@ -96,12 +96,8 @@ def test_a_spawned_process_that_trains_is_checked_like_any_rank(bench: Bench, me
     assert "no step was seen: processes that this one started took their own (1 of them)" in err
 
 
-OTHERS = [
-    path
-    for name in ("python2.7", "python3.6", "python3.9", "python3.11", "python3.13", "python3")
-    if (path := _elsewhere(name))
-]
-"""Pythons of this machine that are not those of this environment."""
+OTHERS = ("python2.7", "python3.6", "python3.9", "python3.11", "python3.13", "python3")
+"""Names of programs that may be Pythons of another environment than this one."""
 
 
 @pytest.mark.parametrize("flags", [(), ("-s",)])
@@ -111,7 +107,8 @@ def test_a_python_of_another_environment_finds_itself_as_it_is(
     """As make's, Slurm's and a cloud's tools are: they fail on stderr, or on others' packages."""
     venv.create(tmp_path / "other", with_pip=False)
     tells = "import json, sys; print(json.dumps([sys.path, sorted(sys.modules)]))"
-    for other in [str(tmp_path / "other" / "bin" / "python"), *OTHERS]:
+    found = filter(None, map(_elsewhere, OTHERS))
+    for other in (str(tmp_path / "other" / "bin" / "python"), *found):
         body = f"""
 kept = {{k: v for k, v in os.environ.items() if k != "PYTHONPATH"}}
 guarded = {{**kept, "PYTHONPATH": os.environ["PYTHONPATH"].partition(os.pathsep)[0]}}
@@ -236,7 +233,7 @@ def test_ranks_that_torch_spawns(bench: Bench, trains: str) -> None:
     root = str(bench.folder / "root")
     words = ["--megatron", root, str(script), str(free_port()), trains]
     done = subprocess.run(
-        [sys.executable, "-m", "cppmega.run", *words],
+        [forkserver.executable(), "-m", "cppmega.run", *words],
         env=bench.environment,
         capture_output=True,
         text=True,
