@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.preflight.contexts import SMOKE, holds, launch, own_tree, refuses
-from tests.support import PATIENCE, REPOSITORY, patched, pristine
+from tests.preflight.contexts import SMOKE, holds, launch, refuses
+from tests.support import PATIENCE, REPOSITORY, environment, patched, pristine
 from tests.support.lab import Lab
 
 pytestmark = pytest.mark.slow
@@ -148,11 +148,20 @@ def test_proofs_that_this_machine_cannot_run(lab: Lab) -> None:
     assert found.startswith("0 proofs pass on the code") and "proved 0 of 1 applied" in found
 
 
-def preflight(*words: str) -> tuple[int, dict[str, Any], str]:
-    """The command as a process."""
+def preflight(root: Path) -> tuple[int, dict[str, Any], str]:
+    """The command as a process, about a tree that the tests share: it writes nothing."""
     done = subprocess.run(
-        [sys.executable, "-m", "cppmega", "preflight", *words, "--json"],
-        env={**launch().environ, "PYTHONPATH": str(REPOSITORY)},
+        [
+            sys.executable,
+            "-m",
+            "cppmega",
+            "preflight",
+            "smoke_cpu",
+            "--megatron",
+            str(root),
+            "--json",
+        ],
+        env=environment(root),
         capture_output=True,
         text=True,
         check=False,
@@ -162,8 +171,8 @@ def preflight(*words: str) -> tuple[int, dict[str, Any], str]:
 
 
 @pytest.mark.megatron
-def test_a_healthy_tree_passes_every_check_and_a_run_of_it_may_start(tmp_path: Path) -> None:
-    status, answer, said = preflight("smoke_cpu", "--megatron", str(own_tree(tmp_path / "tree")))
+def test_a_healthy_tree_passes_every_check_and_a_run_of_it_may_start() -> None:
+    status, answer, said = preflight(patched("0.19.2"))
     states = {found["check"]: found["state"] for found in answer["checks"]}
     assert status == 0 and answer["ok"], answer
     assert states["imported_process"] == states["proofs"] == "ok"
@@ -173,7 +182,7 @@ def test_a_healthy_tree_passes_every_check_and_a_run_of_it_may_start(tmp_path: P
 
 
 def test_a_tree_without_patches_stops_before_anything_is_imported() -> None:
-    status, answer, _ = preflight("smoke_cpu", "--megatron", str(pristine("0.19.2")))
+    status, answer, _ = preflight(pristine("0.19.2"))
     states = {found["check"]: found["state"] for found in answer["checks"]}
     assert status == 1 and not answer["ok"]
     assert states["receipt_whole"] == "failed"
