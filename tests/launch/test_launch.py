@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from cppmega.runs.folder import Run
+from tests import forkserver
 from tests.launch.bench import needs_tmux, until
 from tests.support import PATIENCE, REPOSITORY, environment, patched
 
@@ -22,6 +23,13 @@ pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 PAGES = ("mtp_roll_packed_sequences", "dataset_helpers_prebuilt")
 """What the recipe needs, and no more: the preflight proves each of them."""
 STEPS, SAVES = 200, 6
+COMMAND = """
+from cppmega.proof import verify
+verify.PYTHON = {python!r}
+from cppmega.cli.main import main
+main()
+"""
+"""The command, which proves in a fork of the session's server."""
 
 
 class Console:
@@ -31,10 +39,12 @@ class Console:
         self.folder, self.root = folder, root
         self.environment = environment(root) | {"TMUX_TMPDIR": str(folder)}
         self.environment.pop("TMUX", None)
+        command = COMMAND.format(python=forkserver.executable())
+        self.command = [sys.executable, "-c", command]
 
     def __call__(self, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "cppmega", *words],
+            [*self.command, *words],
             cwd=self.folder,
             env=self.environment,
             capture_output=True,
@@ -55,7 +65,7 @@ class Console:
     def launch_and_interrupt(self, name: str, *words: str) -> tuple[int, str]:
         """In this terminal, with Ctrl-C after some steps; exit status and output."""
         started = subprocess.Popen(
-            [sys.executable, "-m", "cppmega", *self.line("--name", name, *words)],
+            [*self.command, *self.line("--name", name, *words)],
             cwd=self.folder,
             env=self.environment,
             stdout=subprocess.PIPE,
