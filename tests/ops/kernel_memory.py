@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import re
 from collections.abc import Iterable
@@ -102,7 +103,10 @@ def shared_memory(kernel: Any, given: dict[str, Any], arch: int) -> int:
     ir.load_dialects(context)
     backend.load_dialects(context)
     source, functions = source_of(kernel, given), backend.get_codegen_implementation(options)
-    module = source.make_ir(target, options, functions, backend.get_module_map(), context)
+    told = options, functions, backend.get_module_map(), context
+    if "target" in inspect.signature(source.make_ir).parameters:  # from Triton 3.5 on
+        told = target, *told
+    module = source.make_ir(*told)
     backend.add_stages(stages, options, source.language)
     metadata = {"target": target, **vars(options)}
     if "ttir" in stages:  # Gluon begins with the second language

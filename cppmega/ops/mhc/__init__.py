@@ -90,11 +90,11 @@ def _device_obstacle(name: str) -> str | None:
         return "triton is not installed"
     import triton  # which `interpreted` asks
 
-    if importlib.util.find_spec("triton.tools.tensor_descriptor") is None:
-        return f"Triton {triton.__version__} has no descriptors of tensors, which 3.4 has"
     device = torch.device(name)
     if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
         return f"the streams are on {device.type}"
+    if importlib.util.find_spec("triton.tools.tensor_descriptor") is None:
+        return f"Triton {triton.__version__} has no descriptors of tensors, which 3.4 has"
     return gpu_obstacle(device)
 
 

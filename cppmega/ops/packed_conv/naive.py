@@ -35,7 +35,8 @@ def packed_conv(x: Tensor, weight: Tensor, bias: Tensor, bounds: Tensor | None =
     before, value = positions(s, bounds, x.device)[:, None, None], wide(x)
     total = wide(bias).expand(value.shape)
     for j in range(min(taps, max(s, 1))):  # of no token, one tap, by which all have a gradient
-        shifted = torch.nn.functional.pad(value[: s - j], (0, 0, 0, 0, j, 0))
+        # Up to torch 2.8, `pad` refuses a batch of no sequences.
+        shifted = torch.cat((value.new_zeros(j, *value.shape[1:]), value[: s - j]))
         total = total + (wide(weight)[:, taps - 1 - j] * shifted).masked_fill(before < j, 0)
     return torch.nn.functional.silu(total).to(x.dtype)
 

@@ -152,6 +152,8 @@ def test_the_host_waits_for_nothing() -> None:
 @pytest.mark.parametrize("sparse", [False, True])
 def test_loss_choice_and_gradients_are_megatron_s(sparse: bool) -> None:
     dsa = pytest.importorskip("megatron.core.transformer.experimental_attention_variant.dsa")
+    if not hasattr(dsa, "FusedDSAIndexerLoss"):
+        pytest.skip("Megatron has no loss of this form before 0.17")
 
     class Alone:
         @staticmethod
