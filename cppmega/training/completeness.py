@@ -25,8 +25,9 @@ STEPS = 10
 """Steps of a start within which every parameter must have a gradient. Factors that are zero at
 first have none in the first step."""
 _KINDS = ".structure.kinds"
-_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(?:local_experts\.(\d+)\.|.*\D(\d+)$)")
-"""The layer and the number of an expert, in the name of its parameter."""
+_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(?:local_experts\.(\d+)\.|linear_fc\d\.[a-z_]+(\d+)$)")
+"""The layer and the number of an expert, in the name of its parameter; those of a layer's experts
+together (`experts.weight1`) are not an expert's."""
 
 Place = tuple[int, int, int]
 """Pipeline, tensor and expert rank."""

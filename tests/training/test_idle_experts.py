@@ -28,6 +28,12 @@ def test_half_of_the_experts_are_refused(pattern: str) -> None:
         refuse_unseen(ranks, 8)
 
 
+def test_what_all_experts_share_is_refused() -> None:
+    together = [(f"decoder.layers.3.mlp.experts.weight{number}", True) for number in (1, 2)]
+    with pytest.raises(CppmegaError, match="2 parameters had no gradient"):
+        refuse_unseen([((0, 0, 0), together)], 8)
+
+
 def test_other_parameters_are_refused_alone() -> None:
     ranks = [((0, 0, 0), [("decoder.layers.3.mlp.router.weight", False), *unseen(GROUPED, 5)])]
     with pytest.raises(CppmegaError, match=r"1 parameters had .*router") as refused:
