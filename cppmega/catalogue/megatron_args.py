@@ -11,6 +11,7 @@ from cppmega.sizes.megatron_args import captures_some_layers as captures_some_la
 from cppmega.sizes.megatron_args import cuda_graphs as cuda_graphs
 from cppmega.sizes.megatron_args import fuses_accumulation as fuses_accumulation
 from cppmega.sizes.megatron_args import has_experts as has_experts
+from cppmega.sizes.megatron_args import has_mla as has_mla
 from cppmega.sizes.megatron_args import has_mtp as has_mtp
 from cppmega.sizes.megatron_args import has_own_mixers as has_own_mixers
 from cppmega.sizes.megatron_args import layer_pattern as layer_pattern

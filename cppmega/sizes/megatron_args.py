@@ -101,6 +101,13 @@ def layer_pattern(args: object) -> str:
     return next((str(p) for name in names if (p := getattr(args, name, None))), "")
 
 
+def has_mla(args: object) -> bool:
+    """Whether any layer has multi-latent attention: every one of a GPT, `+` and `D` of a pattern."""
+    pattern = layer_pattern(args)
+    attends = not pattern or bool(set("+D") & set(pattern))
+    return attends and bool(getattr(args, "multi_latent_attention", False))
+
+
 def uses_dsa(args: object) -> bool:
     """Whether any layer's attention is DSA: the variant of a GPT model, or `D` in a pattern."""
     variant = getattr(args, "experimental_attention_variant", None)

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from cppmega.catalogue.megatron_args import layer_pattern
+from cppmega.catalogue.megatron_args import has_mla
 
 
 def rotates(args: Any) -> bool:
     """Whether the model has MLA whose RoPE Megatron does not fuse, in MLA's order of columns."""
-    pattern = layer_pattern(args)
-    attends = not pattern or bool(set("+D") & set(pattern))
     others = any(getattr(args, name, False) for name in ("apply_rope_fusion", "rotary_interleaved"))
-    return bool(getattr(args, "multi_latent_attention", False)) and attends and not others
+    return has_mla(args) and not others
 
 
 def rotating(launched: list[str]) -> Callable[..., None]:

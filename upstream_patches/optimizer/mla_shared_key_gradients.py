@@ -16,6 +16,7 @@ Numerics: changes results of tensor-parallel runs with MLA: their gradients were
 
 from typing import Any
 
+from cppmega.catalogue.megatron_args import has_mla
 from cppmega.edits import in_order, inserting, replacing
 from cppmega.page import Edit, Patch, Source
 
@@ -60,8 +61,7 @@ GROUP = ", group=self.tp_group"
 
 def divides_heads(args: Any) -> bool:
     """Whether the heads of the run's MLA are divided among ranks."""
-    ranks = getattr(args, "tensor_model_parallel_size", 1) or 1
-    return bool(getattr(args, "multi_latent_attention", False)) and ranks > 1
+    return has_mla(args) and (getattr(args, "tensor_model_parallel_size", 1) or 1) > 1
 
 
 PATCH = Patch(

@@ -50,5 +50,10 @@ def test_runs_that_divide_heads_must_reach_it() -> None:
     when = catalogue.load()[PAGE].patch.when
     run = {"multi_latent_attention": True, "tensor_model_parallel_size": 2}
     assert when is not None and when(SimpleNamespace(**run))
-    for left in run:
-        assert not when(SimpleNamespace(**{**run, left: 1 if "size" in left else False}))
+    for other in (
+        {"multi_latent_attention": False},
+        {"tensor_model_parallel_size": 1},
+        {"hybrid_layer_pattern": "M*-M*-"},
+    ):
+        assert not when(SimpleNamespace(**run | other))
+    assert when(SimpleNamespace(**run, hybrid_layer_pattern="M+-M*-"))
