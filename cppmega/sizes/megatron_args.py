@@ -102,7 +102,7 @@ def layer_pattern(args: object) -> str:
 
 
 def has_mla(args: object) -> bool:
-    """Whether any layer has multi-latent attention: every one of a GPT, `+` and `D` of a pattern."""
+    """Whether any layer has multi-latent attention: each of a GPT, `+` and `D` of a pattern."""
     pattern = layer_pattern(args)
     attends = not pattern or bool(set("+D") & set(pattern))
     return attends and bool(getattr(args, "multi_latent_attention", False))
