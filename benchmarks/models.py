@@ -286,7 +286,7 @@ def fastest(side: Side, of: dict[str, Any], save: Callable[[], None]) -> Choice:
 
 
 def measure(side: Side, of: dict[str, Any], save: Callable[[], None]) -> None:
-    """Train with the fastest choice of a side, or with the given size."""
+    """Train with the fastest choice of a side, or with the given one."""
     best = side.given or fastest(side, of, save)
     found, choice = of.setdefault(side.name, {}), [list(best[0]), best[1]]
     if found.get("choice") != choice:

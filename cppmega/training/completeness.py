@@ -76,11 +76,11 @@ class Completeness:
         if self._steps == STEPS:
             ranks = _gathered((_place(), self._unseen_keys()))
             idle = refuse_unseen(ranks, self.recipe.num_experts or 0)
-            if idle and _is_first_rank():
-                print(
-                    f"No token was sent to some experts in the first {STEPS} steps: "
-                    f"{_named(idle)}.",
-                    flush=True,
+            if idle:
+                from megatron.training.utils import print_rank_0
+
+                print_rank_0(
+                    f"No token was sent to some experts in the first {STEPS} steps: {_named(idle)}."
                 )
 
     def _unseen_keys(self) -> list[tuple[str, bool]]:
@@ -248,7 +248,7 @@ def refuse_unseen(
             "inspect what should use them: routing for experts, the loss for MTP depths, ids that "
             "differ for the embedding of structure; cppmega status shows which patches are applied",
         )
-    return [each for each in lost if each in idle]
+    return sorted(idle)
 
 
 def _of_expert(place: tuple[int, ...]) -> str:
@@ -263,12 +263,6 @@ def _place() -> Place:
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_expert_model_parallel_rank(),
     )
-
-
-def _is_first_rank() -> bool:
-    import torch
-
-    return torch.distributed.get_rank() == 0
 
 
 def _gathered(mine: Any) -> list[Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -90,11 +91,11 @@ def check_a_model_of_other_sizes_does_not_take_a_step(folder: Path) -> None:
         assert said.startswith("model-differs-from-recipe") and part in said, said
 
 
-def without_experts(model: Any) -> None:
-    """Let the router of the last layer send nothing to half of its experts."""
+def without_experts(model: Any, first: int = 2) -> None:
+    """Let the router of the last layer send nothing to half of its experts, or from `first` on."""
     for name, module in model.named_modules():
         if name.endswith("layers.5.mlp.router"):
-            module.expert_bias[2:] = -100.0  # the next update moves it by a thousandth
+            module.expert_bias[first:] = -100.0  # the next update moves it by a thousandth
 
 
 def check_the_load_of_experts_is_logged(folder: Path) -> None:
@@ -119,6 +120,7 @@ def check_what_no_loss_reaches_is_named(folder: Path) -> None:
     assert said[0].startswith("part-without-gradient: 4 parameters"), said
     assert "layers.5.mlp.experts" in said[0] and "expert rank 1" in said[0]
     assert "expert rank 0" not in said[0]
+    assert on_ranks(folder, ONE, trained, RECIPE, partial(without_experts, first=3)) == ["trained"]
     (lost,) = on_ranks(folder, ONE, trained, RECIPE.plus("--mtp-loss-scaling-factor", "0.0"))
     assert lost.startswith("part-without-gradient") and "mtp.layers.0" in lost, lost
 
